@@ -1,0 +1,531 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["ale-py>=0.11", "gymnasium>=1.2", "numpy", "tensorboard", "torch>=2.6", "tqdm", "tyro>=1.0"]
+# ///
+"""PPO for Atari games: ppo.py and the 9 Atari details of openai/baselines, on ale-py's C++ emulators.
+
+    python ppo_atari.py --env-id BreakoutNoFrameskip-v4     # every field of Args is a flag; see --help
+    python ppo_atari.py --resume runs/NAME                  # go on with a run that was stopped
+    python ppo_atari.py --evaluate runs/NAME                # play whole games with its agent
+
+Paper    Schulman et al. 2017, https://arxiv.org/abs/1707.06347
+Details  numbered as in https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details
+Shapes   T = num_steps, N = num_envs, B = T * N, M = B / num_minibatches
+"""
+
+import atexit
+import importlib.util
+import math
+import os
+import pickle
+import signal
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import ale_py
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import tyro
+from ale_py.vector_env import AtariVectorEnv
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+SCRIPT = Path(__file__).stem
+
+# === Arguments ===============================================================================
+
+
+@dataclass
+class Args:
+    env_id: str = "BreakoutNoFrameskip-v4"  # Gymnasium id of the task
+    total_timesteps: int = 10_000_000  # environment steps, summed over the parallel environments
+    seed: int = 1  # seeds PyTorch and the environments; nothing else is random
+
+    # rollout
+    num_envs: int = 8  # parallel environments (N)
+    num_steps: int = 128  # steps per environment and rollout (T)
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # GAE: 0 is the one-step advantage, 1 is Monte Carlo
+    bootstrap_truncated: bool = False  # add the value of the last observation where a time limit cuts an episode
+
+    # update
+    learning_rate: float = 2.5e-4  # Adam's, before annealing
+    anneal_lr: bool = True  # decay the learning rate linearly to 0
+    update_epochs: int = 4  # passes over each rollout
+    num_minibatches: int = 4  # minibatches per pass
+    norm_adv: bool = True  # normalize advantages within each minibatch
+    clip_coef: float = 0.1  # clip range of the policy ratio, and of the value if clip_vloss
+    anneal_clip: bool = False  # decay the clip range linearly to 0
+    clip_vloss: bool = True  # clip the value loss too
+    ent_coef: float = 0.01  # weight of the entropy bonus
+    vf_coef: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # clip of the global gradient norm
+    target_kl: float | None = None  # skip the update's remaining epochs above this KL divergence
+
+    # run
+    device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"  # where the networks run
+    amp: bool = False  # run the convolutions in bfloat16
+    compile: bool = False  # torch.compile the policy step and the update
+    track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
+    wandb_project_name: str = "ppo"  # Weights & Biases project
+    wandb_entity: str | None = None  # Weights & Biases user or team
+    save_every: int = 100  # iterations between checkpoints
+    resume: str | None = None  # run folder to go on with; its own arguments are the defaults
+    evaluate: str | None = None  # run folder whose agent to evaluate instead of training
+    eval_episodes: int = 10  # full episodes of --evaluate
+    capture_video: bool = False  # record the episodes of --evaluate in the run folder
+
+    @property
+    def batch_size(self) -> int:
+        return self.num_envs * self.num_steps
+
+    @property
+    def num_iterations(self) -> int:
+        return self.total_timesteps // self.batch_size
+
+
+def fail(message: object) -> NoReturn:
+    """An error of the user, not a bug: one line on stderr and exit code 2."""
+    print(f"{SCRIPT}.py: error: {' '.join(str(message).split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse_args() -> Args:
+    args = tyro.cli(Args)
+    if run_dir := args.resume or args.evaluate:
+        saved = load_checkpoint(run_dir)["args"]
+        args = tyro.cli(Args, default=saved)
+        for name in ("env_id", "seed", "num_envs", "num_steps") if args.resume else ():
+            if getattr(args, name) != getattr(saved, name):
+                fail(f"--resume cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
+    for name, value in asdict(args).items():
+        if type(value) is int and value < (name != "seed") or type(value) is float and not value >= 0:
+            fail(f"{name} cannot be {value}")
+    for wrong, message in (
+        (args.resume and args.evaluate, "give --resume or --evaluate, not both"),
+        (args.capture_video and not args.evaluate, "--capture-video records the episodes of --evaluate"),
+        (max(args.gamma, args.gae_lambda) > 1, "gamma and gae_lambda cannot be above 1"),
+        (args.num_iterations < 1, f"total_timesteps is less than one rollout, {args.batch_size} steps"),
+        (args.batch_size % args.num_minibatches, f"{args.num_minibatches} does not divide {args.batch_size} steps"),
+        (args.batch_size == args.num_minibatches, "a minibatch of one sample has no standard deviation"),
+        (args.device == "cuda" and not torch.cuda.is_available(), "--device cuda: PyTorch sees no GPU here"),
+        (args.track and not importlib.util.find_spec("wandb"), "--track needs: pip install wandb"),
+    ):
+        if wrong:
+            fail(message)
+    return args
+
+
+# === Environment =============================================================================
+
+
+class AtariEnvs(gym.vector.VectorEnv):
+    """N games, each in a C++ emulator with a thread of its own, seen as through the wrappers of openai/baselines.
+
+    Observations (N, 4, 84, 84) uint8 are one array, overwritten by the next step. An episode is a life; the next one
+    begins within the step that ends it. infos["final_info"] has raw score and length in frames of games that are over.
+    """
+
+    def __init__(self, env_id: str, num_envs: int, video_dir: Path | None = None):
+        spec = gym.spec(env_id).kwargs
+        kept = ("game", "repeat_action_probability", "full_action_space", "max_num_frames_per_episode")
+        kwargs = {name: spec[name] for name in kept} | dict(num_envs=1, num_threads=1, stack_num=1)
+        kwargs |= dict(reward_clipping=False, use_fire_reset=False, noop_max=31)  # 31 draws from 0 to 30
+        kwargs |= dict(frameskip=4, maxpool=True)  # detail 15: act every 4th frame, see the maximum of the last two
+        self.games = [AtariVectorEnv(**kwargs) for _ in range(num_envs)]  # detail 18: 84 x 84 grey pixels
+        self.num_envs, self.single_action_space = num_envs, self.games[0].single_action_space
+        self.single_observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+        self.first_actions = (1, 2) if ale_py.Action.FIRE in self.games[0].ale.get_action_set() else ()
+        self.stacks = np.zeros((num_envs, 4, 84, 84), np.uint8)
+        self.lives, self.scores, self.returns, self.lengths = np.zeros((4, num_envs))
+        self.video_dir, self.video, self.camera = video_dir, [], None
+        if video_dir:  # a twin of game 0 in colour, played with the same seeds and actions
+            self.camera = AtariVectorEnv(**kwargs, img_height=210, img_width=160, grayscale=False)
+
+    def reset(self, *, seed: int, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        self.seeds, self.over = [seed + i for i in range(self.num_envs)], np.ones(self.num_envs, bool)
+        self.ended = np.zeros(self.num_envs, bool)
+        for i in range(self.num_envs):
+            self._begin_episode(i)
+        return self.stacks, {}
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+        if not ((0 <= actions) & (actions < self.single_action_space.n)).all():
+            raise ValueError(f"not all of {actions} are in {self.single_action_space}")  # ale-py would hang
+        for i, action in enumerate(actions):  # the emulators work side by side
+            self._send(i, action)
+        rewards, terminated, truncated, self.ended = np.zeros((4, self.num_envs))
+        infos = {}
+        for i in range(self.num_envs):
+            frame, reward, terminated[i], truncated[i] = self._receive(i)
+            self.stacks[i] = *self.stacks[i, 1:], frame
+            rewards[i] = np.sign(reward)  # detail 19: reward clipping
+            if truncated[i]:
+                infos.setdefault("final_obs", np.zeros_like(self.stacks))[i] = self.stacks[i]
+            if terminated[i] or truncated[i]:
+                self._begin_episode(i)
+        if self.ended.any():
+            infos["final_info"] = dict(episode=dict(r=self.returns, l=self.lengths), _episode=self.ended > 0)
+        return self.stacks, rewards, terminated > 0, truncated > 0, infos
+
+    def _send(self, i: int, action: int):
+        self.games[i].send(np.array([action]))
+        if self.camera:
+            self.video.append(self.camera.step(np.array([action]))[0][0, 0])
+
+    def _receive(self, i: int) -> tuple[np.ndarray, int, bool, bool]:
+        """Frame, raw reward, terminated (a life or the game), truncated; notes whether the game is over."""
+        ((frame,),), (reward,), (terminated,), (truncated,), info = self.games[i].recv()
+        (lives,), lives_before, self.over[i] = info["lives"], self.lives[i], terminated or truncated
+        self.lives[i] = lives
+        self.scores[i] += reward
+        if self.over[i]:
+            self.ended[i], self.returns[i], self.lengths[i] = True, self.scores[i], info["episode_frame_number"][0]
+            if self.camera:
+                self._save_video()
+        return frame, reward, terminated or 0 < lives < lives_before, truncated
+
+    def _begin_episode(self, i: int):
+        frame = self._next_life(i)
+        for action in self.first_actions:  # detail 17: FIRE, which starts most games, and the action after it
+            self._send(i, action)
+            frame, _, *ended = self._receive(i)
+            if any(ended):
+                frame = self._next_life(i)
+        self.stacks[i] = frame  # detail 20: a stack of 4 frames, at first the same
+
+    def _next_life(self, i: int) -> np.ndarray:
+        """First frame of the next life, after one no-op, or of a new game, after 1 to 30."""
+        if not self.over[i]:  # detail 16: a life is an episode, but only the end of the game resets the emulator
+            self._send(i, 0)
+            frame, *_ = self._receive(i)
+        noops = 0
+        while self.over[i] and noops == 0:  # detail 14: 1 to 30 no-ops
+            ((frame,),), info = self.games[i].reset(seed=self.seeds[i])
+            if self.camera:
+                self.camera.reset(seed=self.seeds[i])
+            noops, self.seeds[i] = info["episode_frame_number"][0], None
+            self.lives[i], self.scores[i] = info["lives"][0], 0
+        self.over[i] = False
+        return frame
+
+    def _save_video(self):
+        from moviepy import ImageSequenceClip
+
+        self.video_dir.mkdir(exist_ok=True)
+        path = self.video_dir / f"{len(list(self.video_dir.iterdir()))}.mp4"
+        ImageSequenceClip(self.video, fps=15).write_videofile(path, logger=None)  # 60 frames a second, every 4th
+        self.video = []
+
+
+def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.vector.VectorEnv:
+    """The games of args.env_id, N = num_envs; with video_dir, game 0 is recorded there."""
+    gym.register_envs(ale_py)
+    try:
+        spec = gym.spec(args.env_id)
+    except gym.error.Error as error:
+        fail(f"--env-id {args.env_id}: {error}")
+    if spec.entry_point != "ale_py.env:AtariEnv":
+        fail(f"{args.env_id} is no Atari game: ppo.py takes vectors and discrete actions")
+    if spec.kwargs["frameskip"] not in (1, 4):
+        fail(f"{args.env_id} skips a random number of frames: take its NoFrameskip-v4 or ALE/...-v5 id")
+    return AtariEnvs(args.env_id, num_envs, video_dir)  # detail 1: vectorized architecture
+
+
+# === Agent ===================================================================================
+
+
+class Categorical:
+    """Distribution over the last axis of logits (..., A), without the checks that slow down torch.distributions."""
+
+    def __init__(self, logits: Tensor):
+        self.logprobs = logits.log_softmax(-1)
+
+    def sample(self) -> Tensor:  # (...), by the Gumbel-max trick: -log of an exponential is a Gumbel variable
+        return (self.logprobs - torch.empty_like(self.logprobs).exponential_().log_()).argmax(-1)
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        return self.logprobs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+
+    def entropy(self) -> Tensor:
+        return -(self.logprobs.exp() * self.logprobs).sum(-1)
+
+
+def layer_init(layer: nn.Module, std: float = 2**0.5) -> nn.Module:
+    nn.init.orthogonal_(layer.weight, std)  # detail 2: orthogonal weights, zero biases
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Agent(nn.Module):  # differs from ppo.py: convolutions, shared by policy and value
+    amp = False  # run them in bfloat16
+
+    def __init__(self, envs: gym.vector.VectorEnv):
+        super().__init__()
+        self.network = nn.Sequential(  # detail 21: the Nature CNN, shared
+            layer_init(nn.Conv2d(4, 32, 8, stride=4)), nn.ReLU(),
+            layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU(),
+            layer_init(nn.Conv2d(64, 64, 3, stride=1)), nn.ReLU(), nn.Flatten(),
+            layer_init(nn.Linear(64 * 7 * 7, 512)), nn.ReLU(),
+        ).to(memory_format=torch.channels_last)  # fmt: skip
+        self.actor = layer_init(nn.Linear(512, int(envs.single_action_space.n)), std=0.01)
+        self.critic = layer_init(nn.Linear(512, 1), std=1.0)
+
+    def forward(self, obs: Tensor) -> tuple[Categorical, Tensor]:
+        """Policy and value (N,) of observations (N, 4, 84, 84) uint8."""
+        x = obs / 255  # detail 22: scaling to [0, 1]
+        with torch.autocast(obs.device.type, torch.bfloat16, self.amp):
+            hidden = self.network(x)
+        return Categorical(self.actor(hidden.float())), self.critic(hidden.float()).squeeze(-1)
+
+
+# === Algorithm ===============================================================================
+
+
+def compute_gae(rewards, values, dones, next_value, gamma: float, lam: float) -> Tensor:
+    """Advantages (T, N) of Schulman et al. 2016, https://arxiv.org/abs/1506.02438, eq. 16.
+
+    rewards, values, dones are (T, N), dones[t] says that step t ended an episode; next_value (N,) follows step T-1.
+    """
+    next_values = torch.cat((values[1:], next_value[None]))
+    deltas = rewards + gamma * (1 - dones) * next_values - values
+    advantages, advantage = torch.empty_like(deltas), torch.zeros_like(next_value)
+    for t in reversed(range(len(deltas))):  # detail 5: generalized advantage estimation
+        advantages[t] = advantage = deltas[t] + gamma * lam * (1 - dones[t]) * advantage
+    return advantages
+
+
+def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of one minibatch, and the diagnostics to log; every tensor in batch is (M, ...)."""
+    dist, value = agent(batch["obs"])
+    logratio = dist.log_prob(batch["actions"]) - batch["logprobs"]
+    ratio = logratio.exp()
+
+    adv = batch["advantages"]
+    if args.norm_adv:  # detail 7: advantage normalization, per minibatch (the blog's unbiased std)
+        adv = (adv - adv.mean()) / (adv.std() + 1e-8)
+    pg_loss = -torch.min(adv * ratio, adv * ratio.clamp(1 - clip, 1 + clip)).mean()  # detail 8: clipped surrogate
+
+    v_loss = (value - batch["returns"]) ** 2
+    if args.clip_vloss:  # detail 9: value loss clipping
+        clipped_value = batch["values"] + (value - batch["values"]).clamp(-clip, clip)
+        v_loss = torch.max(v_loss, (clipped_value - batch["returns"]) ** 2)
+    v_loss = 0.5 * v_loss.mean()
+
+    entropy = dist.entropy().mean()
+    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss  # detail 10: overall loss
+    with torch.no_grad():  # detail 12: debug variables; for the KL see http://joschu.net/blog/kl-approx.html
+        info = {
+            "policy_loss": pg_loss.detach(),
+            "value_loss": v_loss.detach(),
+            "entropy": entropy.detach(),
+            "old_approx_kl": -logratio.mean(),
+            "approx_kl": (ratio - 1 - logratio).mean(),
+            "clipfrac": ((ratio - 1).abs() > clip).float().mean(),
+        }
+    return loss, info
+
+
+# === Logging and checkpoints =================================================================
+
+
+class Logger:
+    """TensorBoard, Weights & Biases with --track, and progress: a bar on a terminal, else a line every 10 s."""
+
+    def __init__(self, args: Args, run_dir: Path, first_step: int):
+        if args.track:
+            import wandb
+
+            names = dict(project=args.wandb_project_name, entity=args.wandb_entity, id=run_dir.name, name=run_dir.name)
+            wandb.init(**names, config=asdict(args), resume="allow", sync_tensorboard=True)
+        self.writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what a killed run logged after its save
+        self.writer.add_text("args", "".join(f"    {name}: {value}\n" for name, value in asdict(args).items()))
+        atexit.register(self.writer.close)  # a crash loses no logs
+        self.plain, self.printed = not sys.stderr.isatty(), time.time()
+        self.bar = tqdm(total=args.total_timesteps, unit="step", unit_scale=True, delay=math.inf if self.plain else 0)
+        self.bar.initial = self.bar.n = first_step
+
+    def log(self, step: int, scalars: dict[str, float], episodes: list[tuple[int, float, int]], mean_return: str):
+        """Log scalars at step, and every episode's return and length at the step that ended it."""
+        for end, episodic_return, length in episodes:
+            self.writer.add_scalar("charts/episodic_return", episodic_return, end)
+            self.writer.add_scalar("charts/episodic_length", length, end)
+        for name, value in scalars.items():
+            self.writer.add_scalar(name, value, step)
+        self.bar.set_postfix_str(mean_return, refresh=False)
+        self.bar.update(step - self.bar.n)
+        if self.plain and time.time() - self.printed > 10:
+            print(self.bar, file=sys.stderr)
+            self.printed = time.time()
+
+
+def save_checkpoint(run_dir: Path, state: dict):
+    torch.save(state, run_dir / "checkpoint.tmp")
+    os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")  # atomic: a kill leaves the old one or the new
+
+
+def load_checkpoint(run_dir: str) -> dict:
+    path = Path(run_dir) / "checkpoint.pt"
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["script"] != SCRIPT:
+            fail(f"{path} is a checkpoint of {state['script']}.py")
+        return state | {"args": Args(**state["args"])}
+    except (OSError, EOFError, RuntimeError, LookupError, TypeError, pickle.UnpicklingError) as error:
+        fail(f"{path} is no readable checkpoint: {str(error)[:200]}")
+
+
+# === Training ================================================================================
+
+
+def train(args: Args) -> Path:
+    """Train, and return the run folder; SIGINT and SIGTERM finish the iteration, save, and exit."""
+    torch.manual_seed(args.seed)
+    device = torch.device(args.device)
+
+    envs = make_env(args, args.num_envs)
+    agent = Agent(envs).to(device)
+    agent.amp = args.amp
+    lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
+    optimizer = torch.optim.Adam(agent.parameters(), lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
+    run_dir = Path("runs") / f"{args.env_id}__{SCRIPT}__{args.seed}__{int(time.time())}".replace("/", "-")
+    first_iteration, recent_returns = 0, deque(maxlen=100)
+    if args.resume:
+        run_dir, state = Path(args.resume), load_checkpoint(args.resume)
+        first_iteration = state["iteration"]
+        recent_returns.extend(state["recent_returns"])
+        agent.load_state_dict(state["agent"])
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"]["cpu"])
+        torch.cuda.set_rng_state_all(state["rng"]["cuda"])
+    first_step = step = first_iteration * args.batch_size
+    logger, start = Logger(args, run_dir, first_step), time.time()
+    print(run_dir)
+
+    stop = []  # the first signal ends the run after its iteration, the second at once
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda signum, _: stop.append(signum) or signal.signal(signum, signal.SIG_DFL))
+
+    @torch.no_grad()
+    def act(obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dist, value = agent(obs)
+        action = dist.sample()
+        return action, dist.log_prob(action), value
+
+    def update(batch: dict[str, Tensor], clip: float) -> dict[str, Tensor]:
+        loss, info = ppo_loss(agent, batch, clip, args)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # detail 11: global gradient clipping
+        optimizer.step()
+        return info
+
+    if args.compile:
+        act, update = (torch.compile(function, mode="reduce-overhead") for function in (act, update))
+
+    T, N, B = args.num_steps, args.num_envs, args.batch_size
+    obs = torch.zeros((T, N, 84, 84, 4), dtype=torch.uint8, device=device).permute(0, 1, 4, 2, 3)  # channels last
+    actions = torch.zeros((T, N), dtype=torch.int64, device=device)
+    logprobs, values = torch.zeros((2, T, N), device=device)
+    rewards, dones = np.zeros((2, T, N), np.float32)
+
+    next_obs, _ = envs.reset(seed=args.seed + first_step)  # (N, ...); a resumed run begins new episodes
+    for iteration in range(first_iteration, args.num_iterations):
+        frac = 1 - iteration / args.num_iterations
+        if args.anneal_lr:  # detail 4: learning rate annealing
+            optimizer.param_groups[0]["lr"].fill_(args.learning_rate * frac)
+        clip = args.clip_coef * (frac if args.anneal_clip else 1)  # auxiliary detail 1: clip range annealing
+
+        # 1. rollout
+        episodes = []
+        for t in range(T):
+            obs[t] = torch.from_numpy(next_obs)
+            actions[t], logprobs[t], values[t] = act(obs[t])
+            next_obs, rewards[t], terminated, truncated, infos = envs.step(actions[t].cpu().numpy())
+            dones[t] = terminated | truncated
+            step += N
+            if "final_info" in infos:
+                stats, ended = infos["final_info"]["episode"], infos["final_info"]["_episode"]
+                episodes += zip([step] * N, stats["r"][ended].tolist(), stats["l"][ended].tolist())
+            if args.bootstrap_truncated and (cut := truncated & ~terminated).any():  # beyond the blog
+                final_obs = torch.from_numpy(np.stack(infos["final_obs"][cut]))
+                rewards[t, cut] += args.gamma * agent(final_obs.to(obs))[1].detach().cpu().numpy()
+
+        # 2. advantages and value targets
+        with torch.no_grad():
+            next_value = agent(torch.from_numpy(next_obs).to(obs))[1]
+        advantages = compute_gae(
+            torch.from_numpy(rewards).to(device), values, torch.from_numpy(dones).to(device), next_value,
+            args.gamma, args.gae_lambda,
+        )  # fmt: skip
+        data = dict(obs=obs, actions=actions, logprobs=logprobs, values=values)
+        data |= dict(advantages=advantages, returns=advantages + values)
+        data = {name: x.flatten(0, 1) for name, x in data.items()}  # (T, N, ...) -> (B, ...)
+
+        # 3. update
+        infos = []
+        for _ in range(args.update_epochs):
+            for indices in torch.randperm(B, device=device).chunk(args.num_minibatches):  # detail 6: shuffled minibatches
+                infos.append(update({name: x[indices] for name, x in data.items()}, clip))
+            if args.target_kl is not None and infos[-1]["approx_kl"] > args.target_kl:  # auxiliary detail 3
+                break
+
+        # 4. log and save
+        losses = {name: x.item() for name, x in infos[-1].items()}  # of the last minibatch, as in the blog
+        losses["clipfrac"] = torch.stack([info["clipfrac"] for info in infos]).mean().item()
+        if not all(map(math.isfinite, losses.values())):
+            sys.exit(f"the loss of iteration {iteration + 1} is not finite; last good checkpoint: {saved}")
+        if (variance := data["returns"].var()) > 0:
+            losses["explained_variance"] = 1 - (advantages.var() / variance).item()
+        scalars = {f"losses/{name}": value for name, value in losses.items()}
+        scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
+        scalars["charts/SPS"] = (step - first_step) / (time.time() - start)
+        recent_returns.extend(episodic_return for _, episodic_return, _ in episodes)
+        logger.log(step, scalars, episodes, f"return {np.mean(recent_returns):.1f}" if recent_returns else "")
+        if stop or (iteration + 1) % args.save_every == 0 or iteration + 1 == args.num_iterations:
+            logger.writer.flush()
+            rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state_all() if args.device == "cuda" else [])
+            state = dict(script=SCRIPT, args=asdict(args) | dict(resume=None), iteration=iteration + 1, rng=rng)
+            state |= dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), recent_returns=list(recent_returns))
+            save_checkpoint(run_dir, state)
+        if stop:
+            sys.exit(128 + stop[0])
+    return run_dir
+
+
+# === Evaluation ==============================================================================
+
+
+@torch.no_grad()
+def evaluate(args: Args) -> list[float]:
+    """Returns of full episodes of a run's agent, which samples its actions as in training."""
+    torch.manual_seed(args.seed)
+    envs = make_env(args, 1, Path(args.evaluate) / "videos" if args.capture_video else None)
+    agent, returns = Agent(envs).to(args.device), []
+    try:
+        agent.load_state_dict(load_checkpoint(args.evaluate)["agent"])
+    except RuntimeError as error:
+        fail(f"the agent of {args.evaluate} does not fit {args.env_id}: {error}")
+    obs, _ = envs.reset(seed=2**31 - 1 - args.seed)  # not a seed of training
+    while len(returns) < args.eval_episodes:
+        obs, _, _, _, infos = envs.step(agent(torch.from_numpy(obs).to(args.device))[0].sample().cpu().numpy())
+        if "final_info" in infos:
+            returns += infos["final_info"]["episode"]["r"].tolist()
+    envs.close()
+    return returns
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    if args.evaluate:
+        returns = evaluate(args)
+        print(f"evaluation: mean {np.mean(returns):.2f}, std {np.std(returns):.2f} of {len(returns)} episodes")
+    else:
+        train(args)

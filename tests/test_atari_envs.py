@@ -1,0 +1,126 @@
+"""AtariEnvs against the wrappers of openai/baselines, written out here in their plainest form: details 14 to 20."""
+
+import ale_py
+import cv2
+import gymnasium as gym
+import numpy as np
+import pytest
+
+import ppo_atari
+
+gym.register_envs(ale_py)
+
+
+class PlainAtari:
+    """One game through no-ops, frame skip, episodic life, FIRE, grey 84 x 84, sign of the reward and a stack of 4."""
+
+    def __init__(self, env_id: str):
+        self.env = gym.make(env_id, obs_type="grayscale").unwrapped
+        self.fire = "FIRE" in self.env.get_action_meanings()
+        self.noops, self.lives, self.real_done, self.score, self.finished = [], 0, True, 0, []
+
+    def raw_step(self, action):
+        frame, reward, terminated, truncated, info = self.env.step(action)
+        self.score += reward
+        if terminated or truncated:
+            self.finished.append((self.score, info["episode_frame_number"]))
+            self.score = 0
+        return frame, reward, terminated or truncated
+
+    def skip_step(self, action):  # MaxAndSkip; its two slots keep old pixels where an episode ends early
+        total = 0.0
+        for k in range(4):
+            frame, reward, done = self.raw_step(action)
+            if k >= 2:
+                self.slots[k - 2] = frame
+            total += reward
+            if done:
+                break
+        return np.max(self.slots, axis=0), total, done
+
+    def life_step(self, action):  # EpisodicLife
+        frame, reward, done = self.skip_step(action)
+        self.real_done = done
+        lives = self.env.ale.lives()
+        if 0 < lives < self.lives:
+            done = True
+        self.lives = lives
+        return frame, reward, done
+
+    def life_reset(self):
+        if not self.real_done:
+            frame, _, self.real_done = self.skip_step(0)
+        if self.real_done:
+            frame, _ = self.env.reset()
+            self.slots = [np.zeros_like(frame), np.zeros_like(frame)]
+            for _ in range(self.noops.pop(0)):
+                frame, _, _ = self.raw_step(0)
+            self.real_done = False
+        self.lives = self.env.ale.lives()
+        return frame
+
+    def fire_reset(self):  # FireReset
+        frame = self.life_reset()
+        for action in (1, 2) if self.fire else ():
+            frame, _, done = self.life_step(action)
+            if done:
+                frame = self.life_reset()
+        return frame
+
+    def warp(self, frame):
+        return cv2.resize(frame, (84, 84), interpolation=cv2.INTER_AREA)
+
+    def reset(self):
+        self.stack = np.stack([self.warp(self.fire_reset())] * 4)
+        return self.stack
+
+    def step(self, action):
+        frame, reward, done = self.life_step(action)
+        self.stack = np.concatenate((self.stack[1:], self.warp(frame)[None]))
+        real_done = self.real_done
+        return (self.reset() if done else self.stack), np.sign(reward), done, real_done
+
+
+def watch_noops(envs) -> list[list[int]]:
+    """No-ops of each new game of each environment, as they are drawn."""
+    noops = [[] for _ in envs.games]
+    for game, drawn in zip(envs.games, noops):
+
+        def reset(original=game.reset, drawn=drawn, **kwargs):
+            obs, info = original(**kwargs)
+            if info["episode_frame_number"][0] > 0:
+                drawn.append(int(info["episode_frame_number"][0]))
+            return obs, info
+
+        game.reset = reset
+    return noops
+
+
+@pytest.mark.parametrize("game", ["Breakout", "Pong", "BeamRider", "Freeway", "Qbert"])
+def test_frame_by_frame_against_plain_wrappers(game):
+    num_envs, steps = 2, {"Pong": 1400, "Freeway": 2200}.get(game, 1500)
+    envs = ppo_atari.AtariEnvs(f"{game}NoFrameskip-v4", num_envs)
+    noops = watch_noops(envs)
+    plain = [PlainAtari(f"{game}NoFrameskip-v4") for _ in range(num_envs)]
+    for env, drawn in zip(plain, noops):
+        env.noops = drawn
+    assert plain[0].fire == (game != "Freeway")
+    obs, _ = envs.reset(seed=1)
+    for i, env in enumerate(plain):
+        np.testing.assert_array_equal(obs[i], env.reset())
+    rng = np.random.default_rng(0)
+    dones, scores = 0, [[] for _ in plain]
+    for _ in range(steps):
+        actions = rng.integers(envs.single_action_space.n, size=num_envs)
+        obs, rewards, terminated, truncated, infos = envs.step(actions)
+        for i, env in enumerate(plain):
+            plain_obs, reward, done, real_done = env.step(actions[i])
+            np.testing.assert_array_equal(obs[i], plain_obs)
+            assert rewards[i] == reward and (terminated[i] or truncated[i]) == done
+            dones += done
+        if "final_info" in infos:
+            episode, ended = infos["final_info"]["episode"], infos["final_info"]["_episode"]
+            for i in np.flatnonzero(ended):
+                scores[i].append((episode["r"][i], episode["l"][i]))
+    assert scores == [env.finished for env in plain]
+    assert dones and any(scores)
