@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["ale-py>=0.11", "gymnasium>=1.2", "numpy", "tensorboard", "torch>=2.6", "tqdm", "tyro>=1.0"]
+# dependencies = ["ale-py>=0.11", "gymnasium>=1.2", "numpy", "tensorboard", "torch>=2.6", "tqdm", "tyro>=1"]
 # ///
 """PPO for Atari games: ppo.py and the 9 Atari details of openai/baselines, on ale-py's C++ emulators.
 
@@ -14,9 +14,6 @@ Shapes   T = num_steps, N = num_envs, B = T * N, M = B / num_minibatches
 """
 
 import atexit
-import importlib.util
-import math
-import os
 import pickle
 import signal
 import sys
@@ -53,7 +50,7 @@ class Args:
     num_steps: int = 128  # steps per environment and rollout (T)
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # GAE: 0 is the one-step advantage, 1 is Monte Carlo
-    bootstrap_truncated: bool = False  # add the value of the last observation where a time limit cuts an episode
+    bootstrap_truncated: bool = False  # value what lies beyond a time limit instead of taking it for the end
 
     # update
     learning_rate: float = 2.5e-4  # Adam's, before annealing
@@ -77,7 +74,7 @@ class Args:
     wandb_project_name: str = "ppo"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases user or team
     save_every: int = 100  # iterations between checkpoints
-    resume: str | None = None  # run folder to go on with; its own arguments are the defaults
+    resume: str | None = None  # run folder to continue, with its own arguments where no flag is given
     evaluate: str | None = None  # run folder whose agent to evaluate instead of training
     eval_episodes: int = 10  # full episodes of --evaluate
     capture_video: bool = False  # record the episodes of --evaluate in the run folder
@@ -92,7 +89,7 @@ class Args:
 
 
 def fail(message: object) -> NoReturn:
-    """An error of the user, not a bug: one line on stderr and exit code 2."""
+    """A mistake of the user, not a bug: one line on stderr and exit code 2."""
     print(f"{SCRIPT}.py: error: {' '.join(str(message).split())}", file=sys.stderr)
     sys.exit(2)
 
@@ -108,17 +105,16 @@ def parse_args() -> Args:
     for name, value in asdict(args).items():
         if type(value) is int and value < (name != "seed") or type(value) is float and not value >= 0:
             fail(f"{name} cannot be {value}")
-    for wrong, message in (
+    for mistake, message in (
         (args.resume and args.evaluate, "give --resume or --evaluate, not both"),
         (args.capture_video and not args.evaluate, "--capture-video records the episodes of --evaluate"),
-        (max(args.gamma, args.gae_lambda) > 1, "gamma and gae_lambda cannot be above 1"),
-        (args.num_iterations < 1, f"total_timesteps is less than one rollout, {args.batch_size} steps"),
-        (args.batch_size % args.num_minibatches, f"{args.num_minibatches} does not divide {args.batch_size} steps"),
-        (args.batch_size == args.num_minibatches, "a minibatch of one sample has no standard deviation"),
-        (args.device == "cuda" and not torch.cuda.is_available(), "--device cuda: PyTorch sees no GPU here"),
-        (args.track and not importlib.util.find_spec("wandb"), "--track needs: pip install wandb"),
+        (args.seed >= 2**31, "seed must be below 2**31"),
+        (args.num_iterations < 1, "total_timesteps must be at least num_envs * num_steps"),
+        (args.batch_size % args.num_minibatches, "num_minibatches must divide num_envs * num_steps"),
+        (args.batch_size == args.num_minibatches, "a minibatch must hold more than one step"),
+        (args.device == "cuda" and not torch.cuda.is_available(), "--device cuda: PyTorch finds no GPU"),
     ):
-        if wrong:
+        if mistake:
             fail(message)
     return args
 
@@ -138,7 +134,9 @@ class AtariEnvs(gym.vector.VectorEnv):
         kept = ("game", "repeat_action_probability", "full_action_space", "max_num_frames_per_episode")
         kwargs = {name: spec[name] for name in kept} | dict(num_envs=1, num_threads=1, stack_num=1)
         kwargs |= dict(reward_clipping=False, use_fire_reset=False, noop_max=31)  # 31 draws from 0 to 30
-        kwargs |= dict(frameskip=4, maxpool=True)  # detail 15: act every 4th frame, see the maximum of the last two
+        kwargs |= dict(
+            frameskip=4, maxpool=True
+        )  # detail 15: act every 4th frame, see the maximum of the last two
         self.games = [AtariVectorEnv(**kwargs) for _ in range(num_envs)]  # detail 18: 84 x 84 grey pixels
         self.num_envs, self.single_action_space = num_envs, self.games[0].single_action_space
         self.single_observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
@@ -187,7 +185,11 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.lives[i] = lives
         self.scores[i] += reward
         if self.over[i]:
-            self.ended[i], self.returns[i], self.lengths[i] = True, self.scores[i], info["episode_frame_number"][0]
+            self.ended[i], self.returns[i], self.lengths[i] = (
+                True,
+                self.scores[i],
+                info["episode_frame_number"][0],
+            )
             if self.camera:
                 self._save_video()
         return frame, reward, terminated or 0 < lives < lives_before, truncated
@@ -203,7 +205,9 @@ class AtariEnvs(gym.vector.VectorEnv):
 
     def _next_life(self, i: int) -> np.ndarray:
         """First frame of the next life, after one no-op, or of a new game, after 1 to 30."""
-        if not self.over[i]:  # detail 16: a life is an episode, but only the end of the game resets the emulator
+        if not self.over[
+            i
+        ]:  # detail 16: a life is an episode, but only the end of the game resets the emulator
             self._send(i, 0)
             frame, *_ = self._receive(i)
         noops = 0
@@ -221,7 +225,9 @@ class AtariEnvs(gym.vector.VectorEnv):
 
         self.video_dir.mkdir(exist_ok=True)
         path = self.video_dir / f"{len(list(self.video_dir.iterdir()))}.mp4"
-        ImageSequenceClip(self.video, fps=15).write_videofile(path, logger=None)  # 60 frames a second, every 4th
+        ImageSequenceClip(self.video, fps=15).write_videofile(
+            path, logger=None
+        )  # 60 frames a second, every 4th
         self.video = []
 
 
@@ -243,7 +249,7 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
 
 
 class Categorical:
-    """Distribution over the last axis of logits (..., A), without the checks that slow down torch.distributions."""
+    """Distribution over the last axis of logits, without the checks that make torch.distributions slow."""
 
     def __init__(self, logits: Tensor):
         self.logprobs = logits.log_softmax(-1)
@@ -290,28 +296,26 @@ class Agent(nn.Module):  # differs from ppo.py: convolutions, shared by policy a
 
 
 def compute_gae(rewards, values, dones, next_value, gamma: float, lam: float) -> Tensor:
-    """Advantages (T, N) of Schulman et al. 2016, https://arxiv.org/abs/1506.02438, eq. 16.
+    """Advantages (T, N) as in eq. 16 of Schulman et al. 2016, https://arxiv.org/abs/1506.02438.
 
-    rewards, values, dones are (T, N), dones[t] says that step t ended an episode; next_value (N,) follows step T-1.
+    rewards, values, dones: (T, N); dones[t] is 1 if step t ended an episode. next_value: (N,), of next_obs.
     """
-    next_values = torch.cat((values[1:], next_value[None]))
-    deltas = rewards + gamma * (1 - dones) * next_values - values
-    advantages, advantage = torch.empty_like(deltas), torch.zeros_like(next_value)
+    deltas = rewards + gamma * (1 - dones) * torch.cat((values[1:], next_value[None])) - values
+    decay, advantages, advantage = gamma * lam * (1 - dones), torch.empty_like(deltas), 0.0
     for t in reversed(range(len(deltas))):  # detail 5: generalized advantage estimation
-        advantages[t] = advantage = deltas[t] + gamma * lam * (1 - dones[t]) * advantage
+        advantages[t] = advantage = deltas[t] + decay[t] * advantage
     return advantages
 
 
-def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of one minibatch, and the diagnostics to log; every tensor in batch is (M, ...)."""
+def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) -> tuple[Tensor, dict]:
+    """Loss of a minibatch of tensors (M, ...), and the diagnostics to log."""
     dist, value = agent(batch["obs"])
     logratio = dist.log_prob(batch["actions"]) - batch["logprobs"]
-    ratio = logratio.exp()
-
-    adv = batch["advantages"]
-    if args.norm_adv:  # detail 7: advantage normalization, per minibatch (the blog's unbiased std)
-        adv = (adv - adv.mean()) / (adv.std() + 1e-8)
-    pg_loss = -torch.min(adv * ratio, adv * ratio.clamp(1 - clip, 1 + clip)).mean()  # detail 8: clipped surrogate
+    ratio, advantages = logratio.exp(), batch["advantages"]
+    if args.norm_adv:  # detail 7: advantage normalization, per minibatch (with the blog's unbiased std)
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    clipped_ratio = ratio.clamp(1 - clip, 1 + clip)  # detail 8: clipped surrogate objective
+    pg_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
     v_loss = (value - batch["returns"]) ** 2
     if args.clip_vloss:  # detail 9: value loss clipping
@@ -321,15 +325,10 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) ->
 
     entropy = dist.entropy().mean()
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss  # detail 10: overall loss
-    with torch.no_grad():  # detail 12: debug variables; for the KL see http://joschu.net/blog/kl-approx.html
-        info = {
-            "policy_loss": pg_loss.detach(),
-            "value_loss": v_loss.detach(),
-            "entropy": entropy.detach(),
-            "old_approx_kl": -logratio.mean(),
-            "approx_kl": (ratio - 1 - logratio).mean(),
-            "clipfrac": ((ratio - 1).abs() > clip).float().mean(),
-        }
+    with torch.no_grad():  # detail 12: debug variables; KL as in http://joschu.net/blog/kl-approx.html
+        info = dict(policy_loss=pg_loss.detach(), value_loss=v_loss.detach(), entropy=entropy.detach())
+        info |= dict(old_approx_kl=-logratio.mean(), approx_kl=(ratio - 1 - logratio).mean())
+        info |= dict(clipfrac=((ratio - 1).abs() > clip).float().mean())
     return loss, info
 
 
@@ -337,166 +336,176 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) ->
 
 
 class Logger:
-    """TensorBoard, Weights & Biases with --track, and progress: a bar on a terminal, else a line every 10 s."""
+    """TensorBoard, Weights & Biases with --track, and a progress bar: plain lines if no terminal."""
 
     def __init__(self, args: Args, run_dir: Path, first_step: int):
         if args.track:
-            import wandb
+            try:
+                import wandb
+            except ImportError as error:
+                fail(f"--track: {error}; pip install wandb")
+            account = dict(project=args.wandb_project_name, entity=args.wandb_entity)
+            same_run = dict(id=run_dir.name, name=run_dir.name, resume="allow")  # when this one is resumed
+            wandb.init(**account, **same_run, config=asdict(args), sync_tensorboard=True)
+        self.writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
+        self.writer.add_text("args", "\n".join(f"    {k}: {v}" for k, v in asdict(args).items()))
+        style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
+        self.bar = tqdm(total=args.total_timesteps, initial=first_step, unit="step", unit_scale=True, **style)
+        atexit.register(self.close)  # a crash loses no logs
 
-            names = dict(project=args.wandb_project_name, entity=args.wandb_entity, id=run_dir.name, name=run_dir.name)
-            wandb.init(**names, config=asdict(args), resume="allow", sync_tensorboard=True)
-        self.writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what a killed run logged after its save
-        self.writer.add_text("args", "".join(f"    {name}: {value}\n" for name, value in asdict(args).items()))
-        atexit.register(self.writer.close)  # a crash loses no logs
-        self.plain, self.printed = not sys.stderr.isatty(), time.time()
-        self.bar = tqdm(total=args.total_timesteps, unit="step", unit_scale=True, delay=math.inf if self.plain else 0)
-        self.bar.initial = self.bar.n = first_step
-
-    def log(self, step: int, scalars: dict[str, float], episodes: list[tuple[int, float, int]], mean_return: str):
-        """Log scalars at step, and every episode's return and length at the step that ended it."""
+    def log(self, step: int, scalars: dict[str, float], episodes: list[tuple[int, float, int]], status: str):
+        """Log scalars at step, and each episode, (end, return, length), at the step that ended it."""
         for end, episodic_return, length in episodes:
             self.writer.add_scalar("charts/episodic_return", episodic_return, end)
             self.writer.add_scalar("charts/episodic_length", length, end)
         for name, value in scalars.items():
-            self.writer.add_scalar(name, value, step)
-        self.bar.set_postfix_str(mean_return, refresh=False)
+            if np.isfinite(value):  # not the explained variance of equal returns
+                self.writer.add_scalar(name, value, step)
+        self.bar.set_postfix_str(status, refresh=False)
         self.bar.update(step - self.bar.n)
-        if self.plain and time.time() - self.printed > 10:
-            print(self.bar, file=sys.stderr)
-            self.printed = time.time()
+
+    def close(self):
+        self.bar.close()
+        self.writer.close()
 
 
-def save_checkpoint(run_dir: Path, state: dict):
-    torch.save(state, run_dir / "checkpoint.tmp")
-    os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")  # atomic: a kill leaves the old one or the new
+def save_checkpoint(run_dir: Path, **state):
+    """Atomically, so that a kill leaves the old one or the new one."""
+    torch.save(dict(script=SCRIPT, **state), run_dir / "checkpoint.tmp")
+    (run_dir / "checkpoint.tmp").replace(run_dir / "checkpoint.pt")
 
 
 def load_checkpoint(run_dir: str) -> dict:
+    """What train() saved in run_dir, with its Args."""
     path = Path(run_dir) / "checkpoint.pt"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["script"] != SCRIPT:
-            fail(f"{path} is a checkpoint of {state['script']}.py")
-        return state | {"args": Args(**state["args"])}
+        if state["script"] == SCRIPT:
+            return state | dict(args=Args(**state["args"]))
     except (OSError, EOFError, RuntimeError, LookupError, TypeError, pickle.UnpicklingError) as error:
-        fail(f"{path} is no readable checkpoint: {str(error)[:200]}")
+        fail(f"{path} is no readable checkpoint: {str(error)[:150]}")
+    fail(f"{path} is a checkpoint of {state['script']}.py")
 
 
 # === Training ================================================================================
 
 
+@torch.no_grad()  # but for the update
 def train(args: Args) -> Path:
-    """Train, and return the run folder; SIGINT and SIGTERM finish the iteration, save, and exit."""
+    """Train, save and return the run folder; SIGINT and SIGTERM end it well, after the iteration."""
     torch.manual_seed(args.seed)
-    device = torch.device(args.device)
-
     envs = make_env(args, args.num_envs)
-    agent = Agent(envs).to(device)
+    agent = Agent(envs).to(args.device)
     agent.amp = args.amp
     lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
     optimizer = torch.optim.Adam(agent.parameters(), lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
-    run_dir = Path("runs") / f"{args.env_id}__{SCRIPT}__{args.seed}__{int(time.time())}".replace("/", "-")
-    first_iteration, recent_returns = 0, deque(maxlen=100)
+    run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns() // 1000}"
+    run_dir, first_iteration, last_returns = Path("runs", run_name.replace("/", "-")), 0, deque(maxlen=100)
     if args.resume:
         run_dir, state = Path(args.resume), load_checkpoint(args.resume)
         first_iteration = state["iteration"]
-        recent_returns.extend(state["recent_returns"])
+        last_returns.extend(state["last_returns"])
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng"]["cpu"])
-        torch.cuda.set_rng_state_all(state["rng"]["cuda"])
-    first_step = step = first_iteration * args.batch_size
-    logger, start = Logger(args, run_dir, first_step), time.time()
+        torch.set_rng_state(state["rng"])
+        torch.cuda.set_rng_state_all(state["cuda_rng"])
+    saved, first_step, start = first_iteration, first_iteration * args.batch_size, time.time()
+    logger = Logger(args, run_dir, first_step)
     print(run_dir)
 
-    stop = []  # the first signal ends the run after its iteration, the second at once
+    stop = []  # a signal ends the run after the iteration, a second one at once
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda signum, _: stop.append(signum) or signal.signal(signum, signal.SIG_DFL))
 
-    @torch.no_grad()
     def act(obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dist, value = agent(obs)
         action = dist.sample()
         return action, dist.log_prob(action), value
 
     def update(batch: dict[str, Tensor], clip: float) -> dict[str, Tensor]:
-        loss, info = ppo_loss(agent, batch, clip, args)
+        with torch.enable_grad():
+            loss, info = ppo_loss(agent, batch, clip, args)
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # detail 11: global gradient clipping
+        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # detail 11: gradient clipping
         optimizer.step()
         return info
 
     if args.compile:
         act, update = (torch.compile(function, mode="reduce-overhead") for function in (act, update))
 
-    T, N, B = args.num_steps, args.num_envs, args.batch_size
-    obs = torch.zeros((T, N, 84, 84, 4), dtype=torch.uint8, device=device).permute(0, 1, 4, 2, 3)  # channels last
-    actions = torch.zeros((T, N), dtype=torch.int64, device=device)
-    logprobs, values = torch.zeros((2, T, N), device=device)
+    T, N = args.num_steps, args.num_envs
+    obs = torch.zeros((T, N, 84, 84, 4), dtype=torch.uint8, device=args.device).permute(
+        0, 1, 4, 2, 3
+    )  # channels last
+    actions = torch.zeros((T, N), dtype=torch.int64, device=args.device)
+    logprobs, values = torch.zeros((2, T, N), device=args.device)
     rewards, dones = np.zeros((2, T, N), np.float32)
-
     next_obs, _ = envs.reset(seed=args.seed + first_step)  # (N, ...); a resumed run begins new episodes
     for iteration in range(first_iteration, args.num_iterations):
         frac = 1 - iteration / args.num_iterations
         if args.anneal_lr:  # detail 4: learning rate annealing
             optimizer.param_groups[0]["lr"].fill_(args.learning_rate * frac)
         clip = args.clip_coef * (frac if args.anneal_clip else 1)  # auxiliary detail 1: clip range annealing
+        step, episodes, infos = iteration * args.batch_size, [], []
 
         # 1. rollout
-        episodes = []
         for t in range(T):
             obs[t] = torch.from_numpy(next_obs)
             actions[t], logprobs[t], values[t] = act(obs[t])
-            next_obs, rewards[t], terminated, truncated, infos = envs.step(actions[t].cpu().numpy())
+            next_obs, rewards[t], terminated, truncated, info = envs.step(actions[t].cpu().numpy())
             dones[t] = terminated | truncated
             step += N
-            if "final_info" in infos:
-                stats, ended = infos["final_info"]["episode"], infos["final_info"]["_episode"]
-                episodes += zip([step] * N, stats["r"][ended].tolist(), stats["l"][ended].tolist())
-            if args.bootstrap_truncated and (cut := truncated & ~terminated).any():  # beyond the blog
-                final_obs = torch.from_numpy(np.stack(infos["final_obs"][cut]))
-                rewards[t, cut] += args.gamma * agent(final_obs.to(obs))[1].detach().cpu().numpy()
+            if "final_info" in info:
+                stats, ended = info["final_info"]["episode"], info["final_info"]["_episode"]
+                returns, lengths = stats["r"][ended].tolist(), stats["l"][ended].tolist()
+                episodes += [(step, *episode) for episode in zip(returns, lengths, strict=True)]
+            cut = truncated & ~terminated
+            if args.bootstrap_truncated and cut.any():  # beyond the blog: a time limit is no terminal state
+                final_obs = torch.as_tensor(np.stack(info["final_obs"][cut]), device=args.device)
+                rewards[t, cut] += args.gamma * agent(final_obs)[1].cpu().numpy()
 
         # 2. advantages and value targets
-        with torch.no_grad():
-            next_value = agent(torch.from_numpy(next_obs).to(obs))[1]
-        advantages = compute_gae(
-            torch.from_numpy(rewards).to(device), values, torch.from_numpy(dones).to(device), next_value,
-            args.gamma, args.gae_lambda,
-        )  # fmt: skip
+        next_value = agent(torch.as_tensor(next_obs, device=args.device))[1]
+        r, d = (torch.as_tensor(x, device=args.device) for x in (rewards, dones))
+        advantages = compute_gae(r, values, d, next_value, args.gamma, args.gae_lambda)
         data = dict(obs=obs, actions=actions, logprobs=logprobs, values=values)
         data |= dict(advantages=advantages, returns=advantages + values)
         data = {name: x.flatten(0, 1) for name, x in data.items()}  # (T, N, ...) -> (B, ...)
 
         # 3. update
-        infos = []
         for _ in range(args.update_epochs):
-            for indices in torch.randperm(B, device=device).chunk(args.num_minibatches):  # detail 6: shuffled minibatches
+            shuffled = torch.randperm(T * N, device=args.device)  # detail 6: shuffled minibatches
+            for indices in shuffled.chunk(args.num_minibatches):
                 infos.append(update({name: x[indices] for name, x in data.items()}, clip))
-            if args.target_kl is not None and infos[-1]["approx_kl"] > args.target_kl:  # auxiliary detail 3
-                break
+            if args.target_kl is not None and infos[-1]["approx_kl"] > args.target_kl:
+                break  # auxiliary detail 3: early stopping
 
         # 4. log and save
-        losses = {name: x.item() for name, x in infos[-1].items()}  # of the last minibatch, as in the blog
-        losses["clipfrac"] = torch.stack([info["clipfrac"] for info in infos]).mean().item()
-        if not all(map(math.isfinite, losses.values())):
-            sys.exit(f"the loss of iteration {iteration + 1} is not finite; last good checkpoint: {saved}")
-        if (variance := data["returns"].var()) > 0:
-            losses["explained_variance"] = 1 - (advantages.var() / variance).item()
-        scalars = {f"losses/{name}": value for name, value in losses.items()}
+        scalars = {
+            f"losses/{k}": x.item() for k, x in infos[-1].items()
+        }  # of the last minibatch, as in the blog
+        scalars["losses/clipfrac"] = torch.stack([info["clipfrac"] for info in infos]).mean().item()
+        if not np.isfinite(list(scalars.values())).all():
+            last_good = f"{run_dir}/checkpoint.pt, of iteration {saved}" if saved else "none"
+            sys.exit(
+                f"iteration {iteration + 1}: {scalars} are not finite; last good checkpoint: {last_good}"
+            )
+        scalars["losses/explained_variance"] = (1 - advantages.var() / data["returns"].var()).item()
         scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
         scalars["charts/SPS"] = (step - first_step) / (time.time() - start)
-        recent_returns.extend(episodic_return for _, episodic_return, _ in episodes)
-        logger.log(step, scalars, episodes, f"return {np.mean(recent_returns):.1f}" if recent_returns else "")
+        last_returns.extend(episodic_return for _, episodic_return, _ in episodes)
+        logger.log(step, scalars, episodes, f"return {np.mean(last_returns or 0):.1f}")
         if stop or (iteration + 1) % args.save_every == 0 or iteration + 1 == args.num_iterations:
+            saved = iteration + 1
             logger.writer.flush()
-            rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state_all() if args.device == "cuda" else [])
-            state = dict(script=SCRIPT, args=asdict(args) | dict(resume=None), iteration=iteration + 1, rng=rng)
-            state |= dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), recent_returns=list(recent_returns))
-            save_checkpoint(run_dir, state)
+            cuda_rng = torch.cuda.get_rng_state_all() if args.device == "cuda" else []
+            state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), iteration=saved)
+            state |= dict(rng=torch.get_rng_state(), cuda_rng=cuda_rng, last_returns=list(last_returns))
+            save_checkpoint(run_dir, args=asdict(args) | dict(resume=None), **state)
         if stop:
             sys.exit(128 + stop[0])
+    logger.close()
     return run_dir
 
 
@@ -513,11 +522,12 @@ def evaluate(args: Args) -> list[float]:
         agent.load_state_dict(load_checkpoint(args.evaluate)["agent"])
     except RuntimeError as error:
         fail(f"the agent of {args.evaluate} does not fit {args.env_id}: {error}")
-    obs, _ = envs.reset(seed=2**31 - 1 - args.seed)  # not a seed of training
+    obs, _ = envs.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # no seed of training
     while len(returns) < args.eval_episodes:
-        obs, _, _, _, infos = envs.step(agent(torch.from_numpy(obs).to(args.device))[0].sample().cpu().numpy())
-        if "final_info" in infos:
-            returns += infos["final_info"]["episode"]["r"].tolist()
+        action = agent(torch.as_tensor(obs, device=args.device))[0].sample()
+        obs, _, _, _, info = envs.step(action.cpu().numpy())
+        if "final_info" in info:
+            returns += info["final_info"]["episode"]["r"].tolist()
     envs.close()
     return returns
 
@@ -526,6 +536,6 @@ if __name__ == "__main__":
     args = parse_args()
     if args.evaluate:
         returns = evaluate(args)
-        print(f"evaluation: mean {np.mean(returns):.2f}, std {np.std(returns):.2f} of {len(returns)} episodes")
+        print(f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes")
     else:
         train(args)

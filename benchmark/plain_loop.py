@@ -121,7 +121,10 @@ class AtariAgent(nn.Module):
             layer(nn.Conv2d(64, 64, 3, stride=1)), nn.ReLU(), nn.Flatten(),
             layer(nn.Linear(3136, 512)), nn.ReLU(),
         )  # fmt: skip
-        self.actor, self.critic = layer(nn.Linear(512, int(envs.single_action_space.n)), 0.01), layer(nn.Linear(512, 1), 1.0)
+        self.actor, self.critic = (
+            layer(nn.Linear(512, int(envs.single_action_space.n)), 0.01),
+            layer(nn.Linear(512, 1), 1.0),
+        )
 
     def value(self, x):
         return self.critic(self.network(x / 255.0))

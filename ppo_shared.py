@@ -1,0 +1,429 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["gymnasium[classic-control]>=1.2", "numpy", "tensorboard", "torch>=2.6", "tqdm", "tyro>=1"]
+# ///
+"""ppo.py with one network for policy and value (detail 13); see  diff ppo.py ppo_shared.py
+
+    python ppo_shared.py --env-id CartPole-v1 --seed 1     # every field of Args is a flag; see --help
+    python ppo_shared.py --resume runs/NAME                # go on with a run that was stopped
+    python ppo_shared.py --evaluate runs/NAME              # play full episodes with its agent
+
+Paper    Schulman et al. 2017, https://arxiv.org/abs/1707.06347
+Details  numbered as in https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details
+Shapes   T = num_steps, N = num_envs, B = T * N, M = B / num_minibatches
+"""
+
+import atexit
+import pickle
+import signal
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import tyro
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+SCRIPT = Path(__file__).stem
+
+# === Arguments ===============================================================================
+
+
+@dataclass
+class Args:
+    env_id: str = "CartPole-v1"  # Gymnasium id of the task
+    total_timesteps: int = 500_000  # environment steps, summed over the parallel environments
+    seed: int = 1  # seeds PyTorch and the environments; nothing else is random
+
+    # rollout
+    num_envs: int = 4  # parallel environments (N)
+    num_steps: int = 128  # steps per environment and rollout (T)
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # GAE: 0 is the one-step advantage, 1 is Monte Carlo
+    bootstrap_truncated: bool = False  # value what lies beyond a time limit instead of taking it for the end
+
+    # update
+    learning_rate: float = 2.5e-4  # Adam's, before annealing
+    anneal_lr: bool = True  # decay the learning rate linearly to 0
+    update_epochs: int = 4  # passes over each rollout
+    num_minibatches: int = 4  # minibatches per pass
+    norm_adv: bool = True  # normalize advantages within each minibatch
+    clip_coef: float = 0.2  # clip range of the policy ratio, and of the value if clip_vloss
+    anneal_clip: bool = False  # decay the clip range linearly to 0
+    clip_vloss: bool = True  # clip the value loss too
+    ent_coef: float = 0.01  # weight of the entropy bonus
+    vf_coef: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # clip of the global gradient norm
+    target_kl: float | None = None  # skip the update's remaining epochs above this KL divergence
+
+    # run
+    device: Literal["cpu", "cuda"] = "cpu"  # where the networks run; for small ones the CPU is faster
+    compile: bool = False  # torch.compile the policy step and the update
+    track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
+    wandb_project_name: str = "ppo"  # Weights & Biases project
+    wandb_entity: str | None = None  # Weights & Biases user or team
+    save_every: int = 100  # iterations between checkpoints
+    resume: str | None = None  # run folder to continue, with its own arguments where no flag is given
+    evaluate: str | None = None  # run folder whose agent to evaluate instead of training
+    eval_episodes: int = 10  # full episodes of --evaluate
+    capture_video: bool = False  # record the episodes of --evaluate in the run folder
+
+    @property
+    def batch_size(self) -> int:
+        return self.num_envs * self.num_steps
+
+    @property
+    def num_iterations(self) -> int:
+        return self.total_timesteps // self.batch_size
+
+
+def fail(message: object) -> NoReturn:
+    """A mistake of the user, not a bug: one line on stderr and exit code 2."""
+    print(f"{SCRIPT}.py: error: {' '.join(str(message).split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse_args() -> Args:
+    args = tyro.cli(Args)
+    if run_dir := args.resume or args.evaluate:
+        saved = load_checkpoint(run_dir)["args"]
+        args = tyro.cli(Args, default=saved)
+        for name in ("env_id", "seed", "num_envs", "num_steps") if args.resume else ():
+            if getattr(args, name) != getattr(saved, name):
+                fail(f"--resume cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
+    for name, value in asdict(args).items():
+        if type(value) is int and value < (name != "seed") or type(value) is float and not value >= 0:
+            fail(f"{name} cannot be {value}")
+    for mistake, message in (
+        (args.resume and args.evaluate, "give --resume or --evaluate, not both"),
+        (args.capture_video and not args.evaluate, "--capture-video records the episodes of --evaluate"),
+        (args.seed >= 2**31, "seed must be below 2**31"),
+        (args.num_iterations < 1, "total_timesteps must be at least num_envs * num_steps"),
+        (args.batch_size % args.num_minibatches, "num_minibatches must divide num_envs * num_steps"),
+        (args.batch_size == args.num_minibatches, "a minibatch must hold more than one step"),
+        (args.device == "cuda" and not torch.cuda.is_available(), "--device cuda: PyTorch finds no GPU"),
+    ):
+        if mistake:
+            fail(message)
+    return args
+
+
+# === Environment =============================================================================
+
+
+def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.vector.VectorEnv:
+    """Vectorized environments, each reset within the step that ends its episode."""
+    record = dict(video_folder=str(video_dir), episode_trigger=lambda n: n < args.eval_episodes)
+    video = [lambda env: gym.wrappers.RecordVideo(env, **record)] if video_dir else []
+    try:
+        envs = gym.make_vec(  # detail 1: vectorized architecture
+            args.env_id, num_envs, "sync",
+            vector_kwargs=dict(autoreset_mode=gym.vector.AutoresetMode.SAME_STEP, copy=False),
+            wrappers=[gym.wrappers.RecordEpisodeStatistics, *video],
+            render_mode="rgb_array" if video_dir else None,
+        )  # fmt: skip
+    except (gym.error.Error, ImportError) as error:
+        fail(f"--env-id {args.env_id}: {error}")
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
+        fail(f"{args.env_id} acts in {action_space}: try ppo_continuous.py or ppo_multidiscrete.py")
+    if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
+        fail(f"{args.env_id} observes {obs_space}: ppo_atari.py takes Atari games, this script vectors")
+    return envs
+
+
+# === Agent ===================================================================================
+
+
+class Categorical:
+    """Distribution over the last axis of logits, without the checks that make torch.distributions slow."""
+
+    def __init__(self, logits: Tensor):
+        self.logprobs = logits.log_softmax(-1)
+
+    def sample(self) -> Tensor:  # (...), by the Gumbel-max trick: -log of an exponential is a Gumbel variable
+        return (self.logprobs - torch.empty_like(self.logprobs).exponential_().log_()).argmax(-1)
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        return self.logprobs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+
+    def entropy(self) -> Tensor:
+        return -(self.logprobs.exp() * self.logprobs).sum(-1)
+
+
+def layer_init(layer: nn.Module, std: float = 2**0.5) -> nn.Module:
+    nn.init.orthogonal_(layer.weight, std)  # detail 2: orthogonal weights, zero biases
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Agent(nn.Module):  # differs from ppo.py: one network, two heads
+    def __init__(self, envs: gym.vector.VectorEnv):
+        super().__init__()
+        obs_dim, num_actions = envs.single_observation_space.shape[0], int(envs.single_action_space.n)
+        self.network = nn.Sequential(  # detail 13: one network for policy and value
+            layer_init(nn.Linear(obs_dim, 64)), nn.Tanh(),
+            layer_init(nn.Linear(64, 64)), nn.Tanh(),
+        )  # fmt: skip
+        self.actor = layer_init(nn.Linear(64, num_actions), std=0.01)
+        self.critic = layer_init(nn.Linear(64, 1), std=1.0)
+
+    def forward(self, obs: Tensor) -> tuple[Categorical, Tensor]:
+        """Policy and value (N,) of observations (N, obs_dim)."""
+        hidden = self.network(obs.float())
+        return Categorical(self.actor(hidden)), self.critic(hidden).squeeze(-1)
+
+
+# === Algorithm ===============================================================================
+
+
+def compute_gae(rewards, values, dones, next_value, gamma: float, lam: float) -> Tensor:
+    """Advantages (T, N) as in eq. 16 of Schulman et al. 2016, https://arxiv.org/abs/1506.02438.
+
+    rewards, values, dones: (T, N); dones[t] is 1 if step t ended an episode. next_value: (N,), of next_obs.
+    """
+    deltas = rewards + gamma * (1 - dones) * torch.cat((values[1:], next_value[None])) - values
+    decay, advantages, advantage = gamma * lam * (1 - dones), torch.empty_like(deltas), 0.0
+    for t in reversed(range(len(deltas))):  # detail 5: generalized advantage estimation
+        advantages[t] = advantage = deltas[t] + decay[t] * advantage
+    return advantages
+
+
+def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) -> tuple[Tensor, dict]:
+    """Loss of a minibatch of tensors (M, ...), and the diagnostics to log."""
+    dist, value = agent(batch["obs"])
+    logratio = dist.log_prob(batch["actions"]) - batch["logprobs"]
+    ratio, advantages = logratio.exp(), batch["advantages"]
+    if args.norm_adv:  # detail 7: advantage normalization, per minibatch (with the blog's unbiased std)
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    clipped_ratio = ratio.clamp(1 - clip, 1 + clip)  # detail 8: clipped surrogate objective
+    pg_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
+
+    v_loss = (value - batch["returns"]) ** 2
+    if args.clip_vloss:  # detail 9: value loss clipping
+        clipped_value = batch["values"] + (value - batch["values"]).clamp(-clip, clip)
+        v_loss = torch.max(v_loss, (clipped_value - batch["returns"]) ** 2)
+    v_loss = 0.5 * v_loss.mean()
+
+    entropy = dist.entropy().mean()
+    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss  # detail 10: overall loss
+    with torch.no_grad():  # detail 12: debug variables; KL as in http://joschu.net/blog/kl-approx.html
+        info = dict(policy_loss=pg_loss.detach(), value_loss=v_loss.detach(), entropy=entropy.detach())
+        info |= dict(old_approx_kl=-logratio.mean(), approx_kl=(ratio - 1 - logratio).mean())
+        info |= dict(clipfrac=((ratio - 1).abs() > clip).float().mean())
+    return loss, info
+
+
+# === Logging and checkpoints =================================================================
+
+
+class Logger:
+    """TensorBoard, Weights & Biases with --track, and a progress bar: plain lines if no terminal."""
+
+    def __init__(self, args: Args, run_dir: Path, first_step: int):
+        if args.track:
+            try:
+                import wandb
+            except ImportError as error:
+                fail(f"--track: {error}; pip install wandb")
+            account = dict(project=args.wandb_project_name, entity=args.wandb_entity)
+            same_run = dict(id=run_dir.name, name=run_dir.name, resume="allow")  # when this one is resumed
+            wandb.init(**account, **same_run, config=asdict(args), sync_tensorboard=True)
+        self.writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
+        self.writer.add_text("args", "\n".join(f"    {k}: {v}" for k, v in asdict(args).items()))
+        style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
+        self.bar = tqdm(total=args.total_timesteps, initial=first_step, unit="step", unit_scale=True, **style)
+        atexit.register(self.close)  # a crash loses no logs
+
+    def log(self, step: int, scalars: dict[str, float], episodes: list[tuple[int, float, int]], status: str):
+        """Log scalars at step, and each episode, (end, return, length), at the step that ended it."""
+        for end, episodic_return, length in episodes:
+            self.writer.add_scalar("charts/episodic_return", episodic_return, end)
+            self.writer.add_scalar("charts/episodic_length", length, end)
+        for name, value in scalars.items():
+            if np.isfinite(value):  # not the explained variance of equal returns
+                self.writer.add_scalar(name, value, step)
+        self.bar.set_postfix_str(status, refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    def close(self):
+        self.bar.close()
+        self.writer.close()
+
+
+def save_checkpoint(run_dir: Path, **state):
+    """Atomically, so that a kill leaves the old one or the new one."""
+    torch.save(dict(script=SCRIPT, **state), run_dir / "checkpoint.tmp")
+    (run_dir / "checkpoint.tmp").replace(run_dir / "checkpoint.pt")
+
+
+def load_checkpoint(run_dir: str) -> dict:
+    """What train() saved in run_dir, with its Args."""
+    path = Path(run_dir) / "checkpoint.pt"
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["script"] == SCRIPT:
+            return state | dict(args=Args(**state["args"]))
+    except (OSError, EOFError, RuntimeError, LookupError, TypeError, pickle.UnpicklingError) as error:
+        fail(f"{path} is no readable checkpoint: {str(error)[:150]}")
+    fail(f"{path} is a checkpoint of {state['script']}.py")
+
+
+# === Training ================================================================================
+
+
+@torch.no_grad()  # but for the update
+def train(args: Args) -> Path:
+    """Train, save and return the run folder; SIGINT and SIGTERM end it well, after the iteration."""
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(1)  # the networks are small: a second thread only costs
+    envs = make_env(args, args.num_envs)
+    agent = Agent(envs).to(args.device)
+    lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
+    optimizer = torch.optim.Adam(agent.parameters(), lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
+    run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns() // 1000}"
+    run_dir, first_iteration, last_returns = Path("runs", run_name.replace("/", "-")), 0, deque(maxlen=100)
+    if args.resume:
+        run_dir, state = Path(args.resume), load_checkpoint(args.resume)
+        first_iteration = state["iteration"]
+        last_returns.extend(state["last_returns"])
+        agent.load_state_dict(state["agent"])
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"])
+        torch.cuda.set_rng_state_all(state["cuda_rng"])
+    saved, first_step, start = first_iteration, first_iteration * args.batch_size, time.time()
+    logger = Logger(args, run_dir, first_step)
+    print(run_dir)
+
+    stop = []  # a signal ends the run after the iteration, a second one at once
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda signum, _: stop.append(signum) or signal.signal(signum, signal.SIG_DFL))
+
+    def act(obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dist, value = agent(obs)
+        action = dist.sample()
+        return action, dist.log_prob(action), value
+
+    def update(batch: dict[str, Tensor], clip: float) -> dict[str, Tensor]:
+        with torch.enable_grad():
+            loss, info = ppo_loss(agent, batch, clip, args)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # detail 11: gradient clipping
+        optimizer.step()
+        return info
+
+    if args.compile:
+        act, update = (torch.compile(function, mode="reduce-overhead") for function in (act, update))
+
+    T, N = args.num_steps, args.num_envs
+    obs = torch.zeros((T, N, *envs.single_observation_space.shape), device=args.device)
+    actions = torch.zeros((T, N), dtype=torch.int64, device=args.device)
+    logprobs, values = torch.zeros((2, T, N), device=args.device)
+    rewards, dones = np.zeros((2, T, N), np.float32)
+    next_obs, _ = envs.reset(seed=args.seed + first_step)  # (N, ...); a resumed run begins new episodes
+    for iteration in range(first_iteration, args.num_iterations):
+        frac = 1 - iteration / args.num_iterations
+        if args.anneal_lr:  # detail 4: learning rate annealing
+            optimizer.param_groups[0]["lr"].fill_(args.learning_rate * frac)
+        clip = args.clip_coef * (frac if args.anneal_clip else 1)  # auxiliary detail 1: clip range annealing
+        step, episodes, infos = iteration * args.batch_size, [], []
+
+        # 1. rollout
+        for t in range(T):
+            obs[t] = torch.from_numpy(next_obs)
+            actions[t], logprobs[t], values[t] = act(obs[t])
+            next_obs, rewards[t], terminated, truncated, info = envs.step(actions[t].cpu().numpy())
+            dones[t] = terminated | truncated
+            step += N
+            if "final_info" in info:
+                stats, ended = info["final_info"]["episode"], info["final_info"]["_episode"]
+                returns, lengths = stats["r"][ended].tolist(), stats["l"][ended].tolist()
+                episodes += [(step, *episode) for episode in zip(returns, lengths, strict=True)]
+            cut = truncated & ~terminated
+            if args.bootstrap_truncated and cut.any():  # beyond the blog: a time limit is no terminal state
+                final_obs = torch.as_tensor(np.stack(info["final_obs"][cut]), device=args.device)
+                rewards[t, cut] += args.gamma * agent(final_obs)[1].cpu().numpy()
+
+        # 2. advantages and value targets
+        next_value = agent(torch.as_tensor(next_obs, device=args.device))[1]
+        r, d = (torch.as_tensor(x, device=args.device) for x in (rewards, dones))
+        advantages = compute_gae(r, values, d, next_value, args.gamma, args.gae_lambda)
+        data = dict(obs=obs, actions=actions, logprobs=logprobs, values=values)
+        data |= dict(advantages=advantages, returns=advantages + values)
+        data = {name: x.flatten(0, 1) for name, x in data.items()}  # (T, N, ...) -> (B, ...)
+
+        # 3. update
+        for _ in range(args.update_epochs):
+            shuffled = torch.randperm(T * N, device=args.device)  # detail 6: shuffled minibatches
+            for indices in shuffled.chunk(args.num_minibatches):
+                infos.append(update({name: x[indices] for name, x in data.items()}, clip))
+            if args.target_kl is not None and infos[-1]["approx_kl"] > args.target_kl:
+                break  # auxiliary detail 3: early stopping
+
+        # 4. log and save
+        scalars = {
+            f"losses/{k}": x.item() for k, x in infos[-1].items()
+        }  # of the last minibatch, as in the blog
+        scalars["losses/clipfrac"] = torch.stack([info["clipfrac"] for info in infos]).mean().item()
+        if not np.isfinite(list(scalars.values())).all():
+            last_good = f"{run_dir}/checkpoint.pt, of iteration {saved}" if saved else "none"
+            sys.exit(
+                f"iteration {iteration + 1}: {scalars} are not finite; last good checkpoint: {last_good}"
+            )
+        scalars["losses/explained_variance"] = (1 - advantages.var() / data["returns"].var()).item()
+        scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
+        scalars["charts/SPS"] = (step - first_step) / (time.time() - start)
+        last_returns.extend(episodic_return for _, episodic_return, _ in episodes)
+        logger.log(step, scalars, episodes, f"return {np.mean(last_returns or 0):.1f}")
+        if stop or (iteration + 1) % args.save_every == 0 or iteration + 1 == args.num_iterations:
+            saved = iteration + 1
+            logger.writer.flush()
+            cuda_rng = torch.cuda.get_rng_state_all() if args.device == "cuda" else []
+            state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), iteration=saved)
+            state |= dict(rng=torch.get_rng_state(), cuda_rng=cuda_rng, last_returns=list(last_returns))
+            save_checkpoint(run_dir, args=asdict(args) | dict(resume=None), **state)
+        if stop:
+            sys.exit(128 + stop[0])
+    logger.close()
+    return run_dir
+
+
+# === Evaluation ==============================================================================
+
+
+@torch.no_grad()
+def evaluate(args: Args) -> list[float]:
+    """Returns of full episodes of a run's agent, which samples its actions as in training."""
+    torch.manual_seed(args.seed)
+    envs = make_env(args, 1, Path(args.evaluate) / "videos" if args.capture_video else None)
+    agent, returns = Agent(envs).to(args.device), []
+    try:
+        agent.load_state_dict(load_checkpoint(args.evaluate)["agent"])
+    except RuntimeError as error:
+        fail(f"the agent of {args.evaluate} does not fit {args.env_id}: {error}")
+    obs, _ = envs.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # no seed of training
+    while len(returns) < args.eval_episodes:
+        action = agent(torch.as_tensor(obs, device=args.device))[0].sample()
+        obs, _, _, _, info = envs.step(action.cpu().numpy())
+        if "final_info" in info:
+            returns += info["final_info"]["episode"]["r"].tolist()
+    envs.close()
+    return returns
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    if args.evaluate:
+        returns = evaluate(args)
+        print(f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes")
+    else:
+        train(args)
