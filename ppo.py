@@ -121,15 +121,14 @@ def parse_args() -> Args:
 
 def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.vector.VectorEnv:
     """Vectorized environments, each reset within the step that ends its episode."""
-    record = dict(video_folder=str(video_dir), episode_trigger=lambda n: n < args.eval_episodes)
-    video = [lambda env: gym.wrappers.RecordVideo(env, **record)] if video_dir else []
-    try:
-        envs = gym.make_vec(  # detail 1: vectorized architecture
-            args.env_id, num_envs, "sync",
-            vector_kwargs=dict(autoreset_mode=gym.vector.AutoresetMode.SAME_STEP, copy=False),
-            wrappers=[gym.wrappers.RecordEpisodeStatistics, *video],
-            render_mode="rgb_array" if video_dir else None,
-        )  # fmt: skip
+    kwargs = dict(wrappers=[gym.wrappers.RecordEpisodeStatistics])
+    if video_dir:
+        record = dict(video_folder=str(video_dir), episode_trigger=lambda n: n < args.eval_episodes)
+        kwargs["wrappers"].append(lambda env: gym.wrappers.RecordVideo(env, **record))
+        kwargs["render_mode"] = "rgb_array"
+    same_step = dict(autoreset_mode=gym.vector.AutoresetMode.SAME_STEP, copy=False)
+    try:  # detail 1: vectorized architecture
+        envs = gym.make_vec(args.env_id, num_envs, "sync", vector_kwargs=same_step, **kwargs)
     except (gym.error.Error, ImportError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     obs_space, action_space = envs.single_observation_space, envs.single_action_space

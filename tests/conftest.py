@@ -1,0 +1,49 @@
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import ppo
+import ppo_atari
+import ppo_shared
+
+SCRIPTS = {"ppo": ppo, "ppo_shared": ppo_shared, "ppo_atari": ppo_atari}
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(params=SCRIPTS)
+def script(request):
+    return SCRIPTS[request.param]
+
+
+@pytest.fixture(params=["ppo", "ppo_shared"])
+def vector_script(request):
+    return SCRIPTS[request.param]
+
+
+def small_args(script, **flags):
+    """Arguments for a run of seconds."""
+    small = dict(num_envs=2 if script is ppo_atari else 4, num_steps=16, total_timesteps=64, device="cpu")
+    return script.Args(**small | flags)
+
+
+def scalars(run_dir, tag):
+    """[(step, value), ...] of a tag in a run folder, as TensorBoard shows it."""
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0})
+    events.Reload()
+    return [(e.step, e.value) for e in events.Scalars(tag)] if tag in events.Tags()["scalars"] else []
+
+
+def random_batch(agent, size, obs_shape=(4,), num_actions=2, dtype=torch.float32):
+    """A minibatch whose log-probabilities and values are the agent's own."""
+    obs = torch.from_numpy(np.random.default_rng(0).integers(0, 255, (size, *obs_shape))).to(dtype)
+    obs = obs if dtype == torch.uint8 else obs / 255
+    with torch.no_grad():
+        dist, value = agent(obs)
+        actions = dist.sample()
+        batch = dict(obs=obs, actions=actions, logprobs=dist.log_prob(actions), values=value)
+    return batch | dict(advantages=torch.randn(size), returns=torch.randn(size))

@@ -1,0 +1,136 @@
+"""Small environments with a known answer. Importing this module registers them."""
+
+import gymnasium as gym
+import numpy as np
+
+
+class Probe(gym.Env):
+    """Base of environments that are deterministic and need no seed."""
+
+    observation_space = gym.spaces.Box(-10, 1000, (2,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+    length = 1
+
+    def observe(self):
+        return np.array([self.t, 1.0], np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        self.t += 1
+        reward = self.reward(int(action))
+        return self.observe(), reward, self.t >= self.length, False, {}
+
+    def reward(self, action):
+        return 1.0
+
+
+class RewardByObservation(Probe):
+    """One step; the reward is the sign that was seen: only the value can learn."""
+
+    def observe(self):
+        return np.array([self.sign, 1.0], np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        gym.Env.reset(self, seed=seed)
+        self.t, self.sign = 0, float(self.np_random.integers(2) * 2 - 1)
+        return self.observe(), {}
+
+    def reward(self, action):
+        return self.sign
+
+
+class RewardByAction(RewardByObservation):
+    """One step; +1 for the action that the observation names, else -1."""
+
+    def reward(self, action):
+        return 1.0 if action == (self.sign > 0) else -1.0
+
+
+class DelayedReward(Probe):
+    """Five steps; the reward at the end is 1 if the first action was 1."""
+
+    length = 5
+
+    def reward(self, action):
+        if self.t == 1:
+            self.first = action
+        return float(self.first) if self.t == self.length else 0.0
+
+
+class Count(Probe):
+    """Observes its step; ends after 5 steps, which is no multiple of a rollout."""
+
+    length = 5
+    resets = 0
+
+    def reset(self, **kwargs):
+        Count.resets += 1
+        return super().reset(**kwargs)
+
+
+class Aligned(Probe):
+    """Ends after 16 steps; deterministic, with rewards by action: for resuming bit by bit."""
+
+    length = 16
+
+    def reward(self, action):
+        return float(action) * self.t / 16
+
+
+class Cut(Probe):
+    """The reward is 1 at every step and a time limit cuts after 4 steps; the last observation is marked."""
+
+    def step(self, action):
+        self.t += 1
+        obs = np.array([100.0 if self.t == 4 else self.t, 1.0], np.float32)
+        return obs, 1.0, False, self.t == 4, {}
+
+
+class HugeReward(Aligned):
+    def reward(self, action):
+        return 1e6 * (1 + action)
+
+
+class NanReward(Aligned):
+    """Rewards turn into NaN in the third rollout of 16 steps."""
+
+    def reset(self, **kwargs):
+        self.episodes = getattr(self, "episodes", 0) + 1
+        return super().reset(**kwargs)
+
+    def reward(self, action):
+        return float("nan") if self.episodes >= 3 else 1.0
+
+
+class Crash(Aligned):
+    def reward(self, action):
+        if self.t == 10:
+            raise ZeroDivisionError("the environment's own mistake")
+        return 0.0
+
+
+class BoxActions(Probe):
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+
+
+class ImageObservations(Probe):
+    observation_space = gym.spaces.Box(0, 255, (84, 84, 3), np.uint8)
+
+
+PROBES = (
+    RewardByObservation,
+    RewardByAction,
+    DelayedReward,
+    Count,
+    Aligned,
+    Cut,
+    HugeReward,
+    NanReward,
+    Crash,
+)
+for probe in (*PROBES, BoxActions, ImageObservations):
+    gym.register(f"{probe.__name__}-v0", entry_point=probe, disable_env_checker=True)

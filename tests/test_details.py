@@ -1,0 +1,460 @@
+"""One test a detail of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details, by its number.
+
+Details 14 to 20 are also compared frame by frame in test_atari_envs.py.
+"""
+
+import math
+from collections import Counter
+
+import ale_py
+import cv2
+import envs as probes
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+from conftest import random_batch, scalars, small_args
+
+import ppo
+import ppo_atari
+import ppo_shared
+
+gym.register_envs(ale_py)
+
+
+def watch(monkeypatch, script, name):
+    """Calls of a function of the script: [(arguments, result), ...]."""
+    calls, original = [], getattr(script, name)
+
+    def spy(*args, **kwargs):
+        result = original(*args, **kwargs)
+        calls.append((args, result))
+        return result
+
+    monkeypatch.setattr(script, name, spy)
+    return calls
+
+
+def agent_of(script, num_actions=4):
+    torch.manual_seed(1)
+    env_id = "BreakoutNoFrameskip-v4" if script is ppo_atari else "CartPole-v1"
+    return script.Agent(script.make_env(script.Args(env_id=env_id, device="cpu"), 1))
+
+
+def batch_of(script, agent, size=64):
+    if script is ppo_atari:
+        return random_batch(agent, size, (4, 84, 84), 4, torch.uint8)
+    return random_batch(agent, size)
+
+
+def test_detail_1_vectorized_segments_join_into_one_trajectory(monkeypatch):
+    """Episodes of 5 steps in rollouts of 16: nothing is lost, repeated or reset between rollouts."""
+    losses = watch(monkeypatch, ppo, "ppo_loss")
+    monkeypatch.setattr(torch, "randperm", lambda n, **kwargs: torch.arange(n))
+    probes.Count.resets = 0
+    flags = dict(num_envs=2, total_timesteps=100, num_minibatches=1, update_epochs=1)
+    ppo.train(small_args(ppo, env_id="Count-v0", **flags))
+    obs = [call[0][1]["obs"].view(16, 2, 2)[:, :, 0] for call in losses]
+    assert len(obs) == 100 // 32  # whole rollouts only
+    expected = torch.arange(3 * 16).remainder(5).float()
+    torch.testing.assert_close(torch.cat(obs), expected[:, None].expand(-1, 2))
+    assert probes.Count.resets == 2 * (1 + 3 * 16 // 5)
+
+
+def test_detail_2_orthogonal_weights_and_zero_biases(script):
+    agent = agent_of(script)
+    layers = {n: m for n, m in agent.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
+    assert len(layers) == {"ppo": 6, "ppo_shared": 4, "ppo_atari": 6}[script.SCRIPT]
+    for name, layer in layers.items():
+        out = layer.weight.shape[0]
+        policy, value = name in ("actor", "actor.4"), name in ("critic", "critic.4")
+        gain = 0.01 if policy else 1.0 if value else math.sqrt(2)
+        w = layer.weight.detach().reshape(out, -1)
+        gram = w @ w.T if w.shape[0] <= w.shape[1] else w.T @ w
+        torch.testing.assert_close(gram, gain**2 * torch.eye(len(gram)), atol=1e-5, rtol=0)
+        assert (layer.bias == 0).all()
+    entropy = agent(batch_of(script, agent, 8)["obs"])[0].entropy()
+    actions = 4 if script is ppo_atari else 2
+    torch.testing.assert_close(entropy, torch.full_like(entropy, math.log(actions)), atol=1e-3, rtol=0)
+
+
+def test_detail_3_adam_epsilon(script, monkeypatch):
+    made = watch(monkeypatch, torch.optim, "Adam")
+    script.train(small_args(script))
+    ((_, optimizer),) = made
+    assert optimizer.defaults["eps"] == 1e-5 and optimizer.defaults["betas"] == (0.9, 0.999)
+
+
+def test_detail_4_learning_rate_annealing(vector_script):
+    run = vector_script.train(small_args(vector_script, total_timesteps=640))
+    rates = [value for _, value in scalars(run, "charts/learning_rate")]
+    np.testing.assert_allclose(rates, [2.5e-4 * (1 - k / 10) for k in range(10)], rtol=1e-5)
+    run = vector_script.train(small_args(vector_script, total_timesteps=640, anneal_lr=False))
+    np.testing.assert_allclose(
+        [value for _, value in scalars(run, "charts/learning_rate")], 2.5e-4, rtol=1e-5
+    )
+
+
+def test_detail_5_generalized_advantage_estimation(script):
+    rewards, values = torch.ones(3, 1), torch.tensor([[0.5], [0.6], [0.7]])
+    # the second step ends an episode: worked by hand in the facts on the details
+    advantages = script.compute_gae(
+        rewards, values, torch.tensor([[0.0], [1.0], [0.0]]), torch.tensor([0.8]), 0.99, 0.95
+    )
+    torch.testing.assert_close(advantages, torch.tensor([[1.4702], [0.4], [1.092]]), atol=1e-4, rtol=0)
+
+    T, N, gamma, lam = 7, 3, 0.9, 0.8
+    torch.manual_seed(0)
+    rewards, values, last = torch.randn(T, N), torch.randn(T, N), torch.randn(N)
+    dones = (torch.rand(T, N) < 0.3).float()
+    advantages = script.compute_gae(rewards, values, dones, last, gamma, lam)
+    following = torch.cat([values[1:], last[None]])
+    for t in range(T):  # the sum of (gamma lam)^k delta_{t+k} up to the end of the episode
+        total, alive = torch.zeros(N), torch.ones(N)
+        for k in range(T - t):
+            delta = rewards[t + k] + gamma * following[t + k] * (1 - dones[t + k]) - values[t + k]
+            total += alive * (gamma * lam) ** k * delta
+            alive *= 1 - dones[t + k]
+        torch.testing.assert_close(advantages[t], total)
+
+
+def test_detail_5_value_targets_are_advantages_plus_values(script, monkeypatch):
+    losses = watch(monkeypatch, script, "ppo_loss")
+    script.train(small_args(script, update_epochs=1, num_minibatches=1))
+    for (_, batch, *_), _ in losses:
+        torch.testing.assert_close(batch["returns"], batch["advantages"] + batch["values"])
+
+
+def test_detail_6_every_step_once_an_epoch_in_a_new_order(vector_script, monkeypatch):
+    losses = watch(monkeypatch, vector_script, "ppo_loss")
+    flags = dict(num_envs=2, num_minibatches=4, update_epochs=3, total_timesteps=32)
+    vector_script.train(small_args(vector_script, **flags))
+    minibatches = [args[1]["logprobs"].tolist() for args, _ in losses]  # as good as unique
+    epochs = [sum(minibatches[i : i + 4], []) for i in (0, 4, 8)]
+    assert {len(m) for m in minibatches} == {8}
+    assert Counter(epochs[0]) == Counter(epochs[1]) == Counter(epochs[2])
+    assert len(set(epochs[0])) > 16 and epochs[0] != epochs[1] != epochs[2]
+
+
+def test_detail_7_advantages_normalized_in_each_minibatch(script, monkeypatch):
+    """The loss of [1, 2, 3, 4] is that of its normalization, +-1.1619 at the ends: the unbiased std, as in the blog."""
+    agent = agent_of(script)
+    batch = batch_of(script, agent, 4)
+    args = script.Args(device="cpu")
+    raw = batch | dict(advantages=torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    normalized = batch | dict(advantages=torch.tensor([-1.1619, -0.3873, 0.3873, 1.1619]))
+    raw["logprobs"] = normalized["logprobs"] = batch["logprobs"] + torch.tensor([0.05, -0.05, 0.02, -0.02])
+    loss = script.ppo_loss(agent, raw, 0.2, args)[1]["policy_loss"]
+    args.norm_adv = False
+    expected = script.ppo_loss(agent, normalized, 0.2, args)[1]["policy_loss"]
+    torch.testing.assert_close(loss, expected, atol=1e-4, rtol=0)
+    assert abs(loss - script.ppo_loss(agent, raw, 0.2, args)[1]["policy_loss"]) > 0.1
+
+
+class OneLogit(nn.Module):
+    """An agent of two numbers: the logit of action 1 against 0, and the value."""
+
+    def __init__(self, script, logit=0.0, value=0.0):
+        super().__init__()
+        self.script = script
+        self.logit, self.value = nn.Parameter(torch.tensor(logit)), nn.Parameter(torch.tensor(value))
+
+    def forward(self, obs):
+        logits = torch.stack((torch.zeros(()), self.logit)).expand(len(obs), 2)
+        return self.script.Categorical(logits), self.value.expand(len(obs))
+
+
+def loss_of(script, agent, clip=0.2, **batch):
+    one = dict(
+        obs=torch.zeros(1, 1), actions=torch.ones(1, dtype=torch.int64), logprobs=torch.tensor([-math.log(2)])
+    )
+    one |= dict(values=torch.zeros(1), advantages=torch.zeros(1), returns=torch.zeros(1))
+    one |= {name: torch.tensor([value]) for name, value in batch.items()}
+    return script.ppo_loss(agent, one, clip, script.Args(norm_adv=False, ent_coef=0.0, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    "advantage,ratio,moves", [(1, 1.3, False), (1, 0.7, True), (-1, 0.7, False), (-1, 1.3, True)]
+)
+def test_detail_8_clipped_surrogate(script, advantage, ratio, moves):
+    """No gradient where the ratio has left the clip range to the better side; all of it on the other side."""
+    agent = OneLogit(script)
+    loss, info = loss_of(script, agent, logprobs=-math.log(2 * ratio), advantages=float(advantage))
+    loss.backward()
+    assert (agent.logit.grad.abs() > 0.1).item() == moves
+    expected = -advantage * (ratio if moves else 1 + math.copysign(0.2, ratio - 1))
+    assert info["policy_loss"].item() == pytest.approx(expected, abs=1e-5)
+
+
+def test_detail_9_value_loss_clipping(script):
+    agent = OneLogit(script, value=1.0)
+    _, info = loss_of(script, agent, returns=0.1)
+    assert info["value_loss"].item() == pytest.approx(0.405)
+    loss, info = loss_of(script, agent, returns=2.0)
+    assert info["value_loss"].item() == pytest.approx(1.62)
+    loss.backward()
+    assert agent.value.grad == 0
+
+
+def test_detail_10_overall_loss(script):
+    agent = OneLogit(script, logit=0.3, value=1.0)
+    args = script.Args(norm_adv=False, device="cpu")
+    batch = dict(obs=torch.zeros(2, 1), actions=torch.tensor([0, 1]), logprobs=torch.tensor([-0.7, -0.6]))
+    batch |= dict(
+        values=torch.ones(2), advantages=torch.tensor([1.0, -2.0]), returns=torch.tensor([0.9, 1.2])
+    )
+    loss, info = script.ppo_loss(agent, batch, 0.2, args)
+    p = 1 / (1 + math.exp(-0.3))
+    entropy = -p * math.log(p) - (1 - p) * math.log(1 - p)
+    value_loss = 0.5 * (0.1**2 + 0.2**2) / 2
+    assert info["entropy"].item() == pytest.approx(entropy)
+    assert info["value_loss"].item() == pytest.approx(value_loss)
+    expected = info["policy_loss"].item() - 0.01 * entropy + 0.5 * value_loss
+    assert loss.item() == pytest.approx(expected)
+
+
+def test_detail_11_global_gradient_norm(vector_script, monkeypatch):
+    """With rewards of a million, the gradient that reaches Adam has norm 0.5, over both networks together."""
+    norms, step = [], torch.optim.Adam.step
+
+    def spy(self, *args, **kwargs):
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        norms.append(torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads])).item())
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", spy)
+    vector_script.train(
+        small_args(vector_script, env_id="HugeReward-v0", total_timesteps=128, clip_vloss=False)
+    )
+    assert max(norms) <= 0.5 + 1e-5 and max(norms) > 0.49
+
+
+def test_detail_12_debug_variables(script):
+    agent = OneLogit(script)
+    batch = dict(
+        obs=torch.zeros(2, 1), actions=torch.tensor([0, 1]), values=torch.zeros(2), returns=torch.zeros(2)
+    )
+    batch |= dict(advantages=torch.zeros(2), logprobs=torch.tensor([-0.1, 0.1]) - math.log(2))
+    _, info = script.ppo_loss(agent, batch, 0.1, script.Args(norm_adv=False, device="cpu"))
+    assert info["old_approx_kl"].item() == pytest.approx(0, abs=1e-6)
+    assert info["approx_kl"].item() == pytest.approx(0.0050042, abs=1e-6)
+    assert info["clipfrac"].item() == 0.5  # e^0.1 - 1 is beyond 0.1, 1 - e^-0.1 is not
+    run = script.train(small_args(script))
+    logged = "policy_loss value_loss entropy old_approx_kl approx_kl clipfrac explained_variance".split()
+    for name in logged:
+        assert scalars(run, f"losses/{name}"), name
+
+
+def test_detail_12_explained_variance_without_variance_is_not_logged(vector_script, monkeypatch):
+    zeros = lambda rewards, values, *rest: -values  # noqa: E731  all returns are 0
+    monkeypatch.setattr(vector_script, "compute_gae", zeros)
+    run = vector_script.train(small_args(vector_script))
+    assert scalars(run, "losses/value_loss") and not scalars(run, "losses/explained_variance")
+
+
+def test_detail_13_separate_and_shared_networks():
+    obs = torch.randn(5, 4)
+    for script, parameters, shared in ((ppo, 9155, False), (ppo_shared, 4675, True)):
+        agent = agent_of(script)
+        assert sum(p.numel() for p in agent.parameters()) == parameters
+        before = agent(obs)[0].logprobs
+        value_loss = agent(obs)[1].pow(2).sum()
+        for p, g in zip(
+            agent.parameters(),
+            torch.autograd.grad(value_loss, agent.parameters(), allow_unused=True),
+            strict=True,
+        ):
+            p.data -= g if g is not None else 0
+        assert torch.equal(before, agent(obs)[0].logprobs) != shared
+
+
+def game_starts(seed, games=120):
+    envs = ppo_atari.AtariEnvs("BreakoutNoFrameskip-v4", 1)
+    envs.first_actions, counts = (), []
+    for k in range(games):
+        envs.reset(seed=seed + k)
+        info = envs.games[0].step(np.array([0]))[4]  # a step of 4 frames, to read the frame counter
+        counts.append(int(info["episode_frame_number"][0]) - 4)
+    return counts
+
+
+def test_detail_14_one_to_thirty_noops():
+    counts = game_starts(seed=1)
+    assert min(counts) >= 1 and max(counts) <= 30 and len(set(counts)) > 20
+    assert counts == game_starts(seed=1)
+
+
+def test_detail_15_max_of_the_last_two_of_four_frames():
+    envs = ppo_atari.AtariEnvs("PongNoFrameskip-v4", 1)
+    plain = gym.make("PongNoFrameskip-v4", obs_type="grayscale").unwrapped
+    envs.first_actions = ()
+    obs, _ = envs.reset(seed=1)
+    plain.reset()
+    game_frame = int(envs.games[0].step(np.array([0]))[4]["episode_frame_number"][0])
+    for _ in range(game_frame):
+        plain.step(0)
+    for action in [2, 3, 2, 2, 3, 0, 1, 2]:
+        obs, *_ = envs.step(np.array([action]))
+        frames = [plain.step(action)[0] for _ in range(4)]
+        expected = cv2.resize(np.maximum(frames[2], frames[3]), (84, 84), interpolation=cv2.INTER_AREA)
+        np.testing.assert_array_equal(obs[0, -1], expected)
+
+
+def play(envs, steps, policy=None, seed=0):
+    rng = np.random.default_rng(seed)
+    for _ in range(steps):
+        yield envs.step(
+            rng.integers(envs.single_action_space.n, size=envs.num_envs) if policy is None else policy
+        )
+
+
+def test_detail_16_lives_end_episodes_but_not_the_game():
+    """Lives go 5, 4, 3, 2, 1 over successive dones, in one game; the score is that of the whole game."""
+    envs = ppo_atari.AtariEnvs("BreakoutNoFrameskip-v4", 1)
+    envs.reset(seed=1)
+    lives, scores, total = [int(envs.lives[0])], [], 0.0
+    for _, reward, terminated, truncated, info in play(envs, 600):
+        total += reward[0]  # Breakout's bottom rows, which random play hits, mostly score 1
+        if terminated[0]:
+            lives.append(int(envs.lives[0]))
+        if "final_info" in info:
+            scores.append(info["final_info"]["episode"]["r"][0])
+        assert not truncated.any()
+    assert lives[:11] == [5, 4, 3, 2, 1, 5, 4, 3, 2, 1, 5]
+    assert len(scores) == (len(lives) - 1) // 5 and sum(scores) > 0
+
+
+def sent_actions(envs):
+    log, original = [], envs._send
+    envs._send = lambda i, action: (log.append(int(action)), original(i, action))
+    return log
+
+
+def test_detail_17_fire_after_every_reset():
+    envs = ppo_atari.AtariEnvs("BreakoutNoFrameskip-v4", 1)
+    log = sent_actions(envs)
+    envs.reset(seed=1)
+    assert log == [1, 2]
+    policy = np.array([3])
+    for _, _, terminated, _, info in play(envs, 400, policy):
+        if terminated[0]:
+            assert log[-2:] == [1, 2]
+            assert log[-3] == (3 if "final_info" in info else 0)  # a lost life is followed by one no-op
+    assert log.count(1) > 5
+    envs = ppo_atari.AtariEnvs("FreewayNoFrameskip-v4", 1)  # no FIRE among its actions
+    log = sent_actions(envs)
+    envs.reset(seed=1)
+    assert log == []
+
+
+def test_detail_18_grey_84_by_84():
+    """ale-py's palette grey against grey made from RGB, as baselines and the blog make it: nearly the same."""
+    envs = ppo_atari.AtariEnvs("BreakoutNoFrameskip-v4", 1)
+    envs.first_actions = ()
+    obs, _ = envs.reset(seed=1)
+    assert obs.dtype == np.uint8 and obs.shape == (1, 4, 84, 84)
+    plain = gym.make("BreakoutNoFrameskip-v4").unwrapped
+    plain.reset()
+    frames = int(envs.games[0].step(np.array([0]))[4]["episode_frame_number"][0]) - 4
+    for _ in range(frames):
+        rgb, *_ = plain.step(0)
+    grey = cv2.resize(cv2.cvtColor(rgb, cv2.COLOR_RGB2GRAY), (84, 84), interpolation=cv2.INTER_AREA)
+    difference = np.abs(grey.astype(int) - obs[0, -1])
+    assert difference.max() <= 43 and difference.mean() < 1
+
+
+def test_detail_19_rewards_are_signs_and_scores_are_raw():
+    envs = ppo_atari.AtariEnvs("QbertNoFrameskip-v4", 2)
+    envs.reset(seed=1)
+    seen, scores = set(), []
+    for _, rewards, _, _, info in play(envs, 1200):
+        seen |= set(rewards)
+        if "final_info" in info:
+            scores += info["final_info"]["episode"]["r"][info["final_info"]["_episode"]].tolist()
+    assert seen == {0.0, 1.0}
+    assert scores and all(score % 25 == 0 for score in scores) and max(scores) >= 25
+
+
+def test_detail_20_stack_of_four_frames():
+    envs = ppo_atari.AtariEnvs("PongNoFrameskip-v4", 2)
+    obs, _ = envs.reset(seed=1)
+    assert all((obs[:, k] == obs[:, 0]).all() for k in range(4))
+    before, changed = obs.copy(), False
+    for obs, _, terminated, _, _ in play(envs, 50):
+        assert not terminated.any()
+        np.testing.assert_array_equal(obs[:, :3], before[:, 1:])
+        changed |= (obs[:, 3] != obs[:, 2]).any()
+        before = obs.copy()
+    assert changed
+
+
+def test_detail_21_shared_nature_cnn():
+    agent = agent_of(ppo_atari)
+    assert sum(p.numel() for p in agent.parameters()) == 1_686_693
+    hidden = []
+    agent.network[7].register_forward_hook(lambda module, args, output: hidden.append(args[0].shape[1]))
+    agent(torch.zeros(2, 4, 84, 84, dtype=torch.uint8))
+    assert hidden == [3136]
+
+
+def test_detail_22_pixels_are_scaled_to_one_and_stored_as_bytes(monkeypatch):
+    agent = agent_of(ppo_atari)
+    white = torch.full((1, 4, 84, 84), 255, dtype=torch.uint8)
+    features = agent.network(torch.ones(1, 4, 84, 84))
+    torch.testing.assert_close(agent(white)[1], agent.critic(features).squeeze(-1))
+    losses = watch(monkeypatch, ppo_atari, "ppo_loss")
+    ppo_atari.train(small_args(ppo_atari, total_timesteps=32))
+    assert losses[0][0][1]["obs"].dtype == torch.uint8
+
+
+def test_auxiliary_detail_1_clip_range_annealing(vector_script, monkeypatch):
+    losses = watch(monkeypatch, vector_script, "ppo_loss")
+    flags = dict(total_timesteps=256, num_minibatches=1, update_epochs=1)
+    vector_script.train(small_args(vector_script, anneal_clip=True, **flags))
+    np.testing.assert_allclose([args[2] for args, _ in losses], [0.2, 0.15, 0.1, 0.05])
+    losses.clear()
+    vector_script.train(small_args(vector_script, **flags))
+    assert [args[2] for args, _ in losses] == [0.2] * 4
+
+
+def test_auxiliary_detail_3_early_stopping(vector_script, monkeypatch):
+    losses = watch(monkeypatch, vector_script, "ppo_loss")
+    flags = dict(total_timesteps=64, num_minibatches=2, update_epochs=5)
+    vector_script.train(small_args(vector_script, target_kl=0.0, **flags))
+    assert len(losses) == 2  # one epoch
+    losses.clear()
+    vector_script.train(small_args(vector_script, **flags))
+    assert len(losses) == 10
+
+
+def test_bootstrap_truncated(vector_script, monkeypatch):
+    """A time limit after 4 steps: value of the last, not of the reset observation; nothing where terminated."""
+    gaes = watch(monkeypatch, vector_script, "compute_gae")
+    values = lambda self, obs: (vector_script.Categorical(torch.zeros(len(obs), 2)), obs[:, 0].float())  # noqa: E731
+    monkeypatch.setattr(vector_script.Agent, "forward", values)
+    monkeypatch.setattr(vector_script, "ppo_loss", lambda agent, batch, *rest: fake_loss(agent))
+    for env_id, bootstrap, last_reward in (
+        ("Cut-v0", True, 1 + 0.99 * 100),
+        ("Cut-v0", False, 1),
+        ("Count-v0", True, 1),
+    ):
+        gaes.clear()
+        vector_script.train(small_args(vector_script, env_id=env_id, bootstrap_truncated=bootstrap))
+        (rewards, _, dones, *_), _ = gaes[0]
+        assert dones.any()
+        np.testing.assert_allclose(rewards[dones > 0], last_reward)
+        np.testing.assert_allclose(rewards[dones == 0], 1)
+
+
+def fake_loss(agent):
+    loss = sum(p.sum() for p in agent.parameters()) * 0
+    return loss, dict(approx_kl=loss.detach(), clipfrac=loss.detach())
+
+
+def test_ratio_is_one_before_the_first_step(script, monkeypatch):
+    """Every stored log-probability is recomputed by the update: fails if any of them is misplaced."""
+    losses = watch(monkeypatch, script, "ppo_loss")
+    script.train(small_args(script, num_envs=4, num_minibatches=1, update_epochs=1, total_timesteps=256))
+    info = losses[0][1][1]
+    assert abs(info["approx_kl"]) < 1e-7 and abs(info["old_approx_kl"]) < 1e-6 and info["clipfrac"] == 0
