@@ -394,6 +394,7 @@ def load_checkpoint(run_dir: str) -> dict:
 def train(args: Args) -> Path:
     """Train, save and return the run folder; SIGINT and SIGTERM end it well, after the iteration."""
     torch.manual_seed(args.seed)
+    torch.set_flush_denormal(True)  # the moments of dead units fade into numbers that slow Adam down fivefold
     envs = make_env(args, args.num_envs)
     agent = Agent(envs).to(args.device)
     agent.amp = args.amp

@@ -1,0 +1,430 @@
+"""What every script promises, through its command line wherever that matters: errors, resuming, stopping, logs, evaluation."""
+
+import os
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import envs  # noqa: F401  registers the probe environments
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import scalars, small_args
+
+import ppo
+import ppo_atari
+import ppo_shared
+
+ROOT = Path(__file__).parent.parent
+
+
+def cli(script, *flags, monkeypatch):
+    """Run a script's command line in this process; its exit code or message, 0 where it just ends."""
+    monkeypatch.setattr(sys, "argv", [f"{script.SCRIPT}.py", *map(str, flags)])
+    try:
+        runpy.run_path(str(ROOT / f"{script.SCRIPT}.py"), run_name="__main__")
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+def assert_one_line_error(code, capsys, words):
+    out, err = capsys.readouterr()
+    assert code == 2 and not out
+    assert re.fullmatch(r"\w+\.py: error: [^\n]+\n", err), err
+    assert re.search(words, err), err
+
+
+MISTAKES = [
+    ("--env-id CartPol-v1", "CartPole|no Atari"),
+    ("--env-id ThereIsNoSuchThing-v0", "ThereIsNoSuchThing"),
+    ("--env-id nosuchmodule:Thing-v0", "nosuchmodule"),
+    ("--num-minibatches 3", "num_minibatches must divide"),
+    ("--num-envs 1 --num-steps 4 --num-minibatches 4", "more than one step"),
+    ("--num-envs 0", "num_envs cannot be 0"),
+    ("--update-epochs -1", "update_epochs cannot be -1"),
+    ("--save-every 0", "save_every cannot be 0"),
+    ("--learning-rate nan", "learning_rate cannot be nan"),
+    ("--seed -1", "seed cannot be -1"),
+    ("--seed 3000000000", "seed must be below"),
+    ("--total-timesteps 100", "total_timesteps must be at least"),
+    ("--resume nowhere", "nowhere/checkpoint.pt is no readable checkpoint"),
+    ("--evaluate nowhere", "nowhere/checkpoint.pt is no readable checkpoint"),
+    ("--capture-video", "--evaluate"),
+]
+
+
+@pytest.mark.parametrize("flags,words", MISTAKES, ids=[flags for flags, _ in MISTAKES])
+def test_mistake_gets_one_line_and_exit_code_2(script, flags, words, monkeypatch, capsys):
+    assert_one_line_error(cli(script, *flags.split(), monkeypatch=monkeypatch), capsys, words)
+    assert not os.listdir()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_cuda_without_a_gpu(script, monkeypatch, capsys):
+    assert_one_line_error(cli(script, "--device", "cuda", monkeypatch=monkeypatch), capsys, "no GPU")
+    assert not os.listdir()
+
+
+@pytest.mark.parametrize(
+    "flags", ["--env-di CartPole-v1", "--num-envs many", "--device tpu", "--anneal-lr maybe"]
+)
+def test_wrong_flag(script, flags, monkeypatch, capsys):
+    assert cli(script, *flags.split(), monkeypatch=monkeypatch) == 2
+    assert flags.split()[0] in (err := capsys.readouterr().err) and "Traceback" not in err
+    assert not os.listdir()
+
+
+@pytest.mark.parametrize(
+    "script,env_id,words",
+    [
+        (ppo, "BoxActions-v0", "ppo_continuous.py"),
+        (ppo, "ImageObservations-v0", "ppo_atari.py"),
+        (ppo_shared, "FrozenLake-v1", "Discrete"),
+        (ppo_atari, "CartPole-v1", "ppo.py"),
+        (ppo_atari, "Breakout-v4", "random number of frames"),
+    ],
+)
+def test_space_that_the_script_does_not_handle(script, env_id, words, monkeypatch, capsys):
+    assert_one_line_error(cli(script, "--env-id", env_id, monkeypatch=monkeypatch), capsys, words)
+    assert not os.listdir()
+
+
+def test_checkpoints_that_are_none(script, monkeypatch, capsys):
+    run_dir = script.train(small_args(script))
+    capsys.readouterr()
+    good = (run_dir / "checkpoint.pt").read_bytes()
+    before = sorted(Path().rglob("*"))
+    for bad in (good[: len(good) // 2], good[:-200], b"", b"no checkpoint"):
+        (run_dir / "checkpoint.pt").write_bytes(bad)
+        for flag in ("--resume", "--evaluate"):
+            code = cli(script, flag, run_dir, monkeypatch=monkeypatch)
+            assert_one_line_error(code, capsys, "no readable checkpoint")
+    (run_dir / "checkpoint.pt").write_bytes(good)
+    other = ppo_shared if script is ppo else ppo
+    code = cli(other, "--resume", run_dir, monkeypatch=monkeypatch)
+    assert_one_line_error(code, capsys, f"is a checkpoint of {script.SCRIPT}.py")
+    for flags in ("--seed 2", "--num-envs 8", "--num-steps 8"):
+        code = cli(script, "--resume", run_dir, *flags.split(), monkeypatch=monkeypatch)
+        assert_one_line_error(code, capsys, "--resume cannot change")
+    code = cli(script, "--resume", run_dir, "--evaluate", run_dir, monkeypatch=monkeypatch)
+    assert_one_line_error(code, capsys, "not both")
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_agent_that_does_not_fit(monkeypatch, capsys):
+    run_dir = ppo.train(small_args(ppo))
+    capsys.readouterr()
+    code = cli(ppo, "--evaluate", run_dir, "--env-id", "Acrobot-v1", monkeypatch=monkeypatch)
+    assert_one_line_error(code, capsys, "does not fit Acrobot-v1")
+
+
+class AlignedGames(gym.vector.VectorEnv):
+    """Stands in for AtariEnvs: deterministic, and all episodes end with a rollout of 16 steps."""
+
+    def __init__(self, num_envs):
+        self.num_envs = num_envs
+        self.single_observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+        self.single_action_space = gym.spaces.Discrete(4)
+
+    def observe(self):
+        return np.full((self.num_envs, 4, 84, 84), 10 * self.t, np.uint8)
+
+    def reset(self, *, seed=None, options=None):
+        self.t = 0
+        return self.observe(), {}
+
+    def step(self, actions):
+        self.t = (self.t + 1) % 16
+        ended, score = np.full(self.num_envs, self.t == 0), np.ones(self.num_envs)
+        infos = (
+            {"final_info": {"episode": {"r": score, "l": score}, "_episode": ended}} if self.t == 0 else {}
+        )
+        return self.observe(), actions / 4, ended, ended & False, infos
+
+
+def aligned_args(script, monkeypatch, **flags):
+    if script is ppo_atari:
+        monkeypatch.setattr(
+            ppo_atari, "make_env", lambda args, num_envs, video_dir=None: AlignedGames(num_envs)
+        )
+        flags = dict(update_epochs=2) | flags
+    else:
+        flags = dict(env_id="Aligned-v0") | flags
+    return small_args(script, num_envs=2, total_timesteps=256, **flags)
+
+
+def interrupt_at(script, monkeypatch, step, what):
+    """Do something, once, while the iteration that ends at a step is logged."""
+    original = script.Logger.log
+
+    def log(self, now, *rest):
+        original(self, now, *rest)
+        if now == step:
+            monkeypatch.setattr(script.Logger, "log", original)
+            what()
+
+    monkeypatch.setattr(script.Logger, "log", log)
+
+
+def resumed(script, run_dir):
+    args = script.load_checkpoint(run_dir)["args"]
+    args.resume = str(run_dir)
+    return args
+
+
+def assert_same(a, b):
+    assert type(a) is type(b)
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, list):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    else:
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_stopped_and_resumed_twice_equals_uninterrupted_bit_for_bit(script, monkeypatch):
+    whole = script.train(aligned_args(script, monkeypatch))
+    for step in (96, 160):
+        interrupt_at(script, monkeypatch, step, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        args = aligned_args(script, monkeypatch) if step == 96 else resumed(script, parts)
+        with pytest.raises(SystemExit) as end:
+            script.train(args)
+        assert end.value.code == 143
+        (parts,) = set(Path("runs").iterdir()) - {whole}
+        assert torch.load(parts / "checkpoint.pt", weights_only=True)["iteration"] == step // 32
+    assert script.train(resumed(script, parts)) == parts
+    a, b = (torch.load(run / "checkpoint.pt", weights_only=True) for run in (whole, parts))
+    assert_same(a, b)
+    for tag in ("losses/policy_loss", "losses/value_loss", "charts/learning_rate", "charts/episodic_return"):
+        assert scalars(whole, tag) == scalars(parts, tag) and len(scalars(whole, tag)) >= 8, tag
+
+
+def test_killed_run_resumes_into_one_continuous_curve(script, monkeypatch):
+    """What was logged after the last checkpoint is replaced, not repeated."""
+
+    class Killed(Exception):
+        pass
+
+    def kill():
+        raise Killed
+
+    interrupt_at(script, monkeypatch, 192, kill)
+    with pytest.raises(Killed):
+        script.train(aligned_args(script, monkeypatch, save_every=2))
+    (run_dir,) = Path("runs").iterdir()
+    assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"] == 4
+    script.train(resumed(script, run_dir))
+    assert [step for step, _ in scalars(run_dir, "charts/learning_rate")] == list(range(32, 257, 32))
+    assert [step for step, _ in scalars(run_dir, "charts/episodic_return")] == sorted(
+        [*range(32, 257, 32)] * 2
+    )
+    assert list(Path("runs").iterdir()) == [run_dir]
+
+
+def test_checkpoint_is_never_half_written(script, monkeypatch):
+    run_dir = script.train(small_args(script))
+    before = (run_dir / "checkpoint.pt").read_bytes()
+
+    def die_half_way(state, path):
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", die_half_way)
+    with pytest.raises(KeyboardInterrupt):
+        script.save_checkpoint(run_dir, iteration=0)
+    assert (run_dir / "checkpoint.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("signum,code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_saves_and_exits(script, signum, code):
+    command = [sys.executable, ROOT / f"{script.SCRIPT}.py"]
+    flags = ["--num-envs", "2", "--num-steps", "16"] if script is ppo_atari else []
+    run = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run_dir = Path(run.stdout.readline().strip())
+    deadline = time.time() + 60
+    while not list(run_dir.glob("events*")) and time.time() < deadline:
+        time.sleep(0.1)
+    time.sleep(3)
+    run.send_signal(signum)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == code and "Traceback" not in err, err
+    state = script.load_checkpoint(run_dir)
+    assert state["iteration"] > 0
+    assert scalars(run_dir, "charts/SPS")[-1][0] == state["iteration"] * state["args"].batch_size
+
+
+def test_same_seed_same_numbers(script):
+    runs = [script.train(small_args(script, seed=seed, num_envs=4)) for seed in (1, 1, 2)]
+    states = [torch.load(run / "checkpoint.pt", weights_only=True) for run in runs]
+    assert_same(states[0], states[1])
+    weights = [next(iter(state["agent"].values())) for state in states]
+    assert not torch.equal(weights[0], weights[2])
+    for tag in ("losses/value_loss", "losses/entropy", "charts/episodic_return"):
+        assert scalars(runs[0], tag) == scalars(runs[1], tag)
+    assert scalars(runs[0], "losses/value_loss") != scalars(runs[2], "losses/value_loss")
+
+
+def test_non_finite_loss_stops_the_run(vector_script):
+    args = small_args(vector_script, env_id="NanReward-v0", total_timesteps=640, save_every=1)
+    with pytest.raises(SystemExit) as end:
+        vector_script.train(args)
+    (run_dir,) = Path("runs").iterdir()
+    assert re.search(f"iteration 3: .* not finite; .*{run_dir}/checkpoint.pt, of iteration 2", end.value.code)
+    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    assert state["iteration"] == 2 and all(x.isfinite().all() for x in state["agent"].values())
+    with pytest.raises(SystemExit, match="last good checkpoint: none"):
+        vector_script.train(small_args(vector_script, env_id="NanReward-v0", total_timesteps=640))
+
+
+def test_crash_in_an_environment_is_shown_and_ends_the_run(vector_script):
+    with pytest.raises(ZeroDivisionError, match="the environment's own mistake"):
+        vector_script.train(small_args(vector_script, env_id="Crash-v0"))
+
+
+def test_action_out_of_range_raises_instead_of_hanging():
+    games = ppo_atari.AtariEnvs("PongNoFrameskip-v4", 2)
+    games.reset(seed=1)
+    for bad in (6, -1):
+        with pytest.raises(ValueError, match="not all of"):
+            games.step(np.array([0, bad]))
+
+
+def test_episodes_are_logged_raw_where_they_end(vector_script):
+    """Episodes of 5 steps with reward 1 in each of 4 environments: return 5, length 5, every 20 steps."""
+    run_dir = vector_script.train(small_args(vector_script, env_id="Count-v0", total_timesteps=640))
+    ends = [step for step in range(20, 641, 20) for _ in range(4)]
+    assert scalars(run_dir, "charts/episodic_return") == [(step, 5.0) for step in ends]
+    assert scalars(run_dir, "charts/episodic_length") == [(step, 5.0) for step in ends]
+
+
+def test_logs_and_progress(vector_script, capsys):
+    run_dir = vector_script.train(vector_script.Args(total_timesteps=2048))
+    assert re.fullmatch(rf"runs/CartPole-v1__{vector_script.SCRIPT}__1__\d+", str(run_dir))
+    assert len(scalars(run_dir, "charts/episodic_return")) > 20
+    for tag in "charts/SPS charts/learning_rate losses/policy_loss losses/approx_kl".split():
+        points = scalars(run_dir, tag)
+        assert [step for step, _ in points] == [512, 1024, 1536, 2048] and np.isfinite(points).all()
+    out, err = capsys.readouterr()
+    assert out == f"{run_dir}\n"
+    assert re.search(r"2\.05k/2\.05k .*step/s.* return \d+\.\d\]\n", err)
+
+
+def test_evaluation_matches_training(script, monkeypatch, capsys):
+    args = small_args(script) if script is ppo_atari else script.Args(total_timesteps=30_000)
+    run_dir = script.train(args)
+    capsys.readouterr()
+    flags = ["--evaluate", run_dir, "--eval-episodes", 2 if script is ppo_atari else 20]
+    assert cli(script, *flags, monkeypatch=monkeypatch) == 0
+    first = capsys.readouterr().out
+    mean, std, episodes = map(
+        float, re.fullmatch(r"return (\S+) \+- (\S+) over (\d+) episodes\n", first).groups()
+    )
+    assert episodes == flags[-1]
+    if script is not ppo_atari:
+        last = np.mean([r for _, r in scalars(run_dir, "charts/episodic_return")[-20:]])
+        assert abs(mean - last) < 2 * std
+    assert cli(script, *flags, monkeypatch=monkeypatch) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_video(script, monkeypatch):
+    run_dir = script.train(small_args(script))
+    flags = ["--evaluate", run_dir, "--eval-episodes", 1 if script is ppo_atari else 2, "--capture-video"]
+    assert cli(script, *flags, monkeypatch=monkeypatch) == 0
+    videos = list((run_dir / "videos").glob("*.mp4"))
+    assert len(videos) == flags[3] and all(video.stat().st_size > 1000 for video in videos)
+
+
+def test_atari_evaluation_plays_whole_games(monkeypatch):
+    """Five lives and a raw score; and an id of ALE/ keeps its sticky actions and its own frame skip."""
+    args = small_args(ppo_atari, env_id="ALE/Breakout-v5")
+    run_dir = ppo_atari.train(args)
+    assert run_dir.name.startswith("ALE-Breakout-v5__ppo_atari__1__") and run_dir.parent == Path("runs")
+    made, original = [], ppo_atari.AtariVectorEnv
+
+    def spy(**kwargs):
+        made.append(kwargs)
+        return original(**kwargs)
+
+    monkeypatch.setattr(ppo_atari, "AtariVectorEnv", spy)
+    lost, receive = [], ppo_atari.AtariEnvs._receive
+
+    def count(self, i):
+        result = receive(self, i)
+        lost.append(bool(result[2]))
+        return result
+
+    monkeypatch.setattr(ppo_atari.AtariEnvs, "_receive", count)
+    args.evaluate, args.eval_episodes = str(run_dir), 2
+    returns = ppo_atari.evaluate(args)
+    assert len(returns) == 2 and sum(lost) == 10
+    assert made[0]["repeat_action_probability"] == 0.25 and made[0]["frameskip"] == 4
+    assert not made[0]["full_action_space"]
+
+
+@pytest.mark.skipif(
+    "wandb" not in sys.modules and not __import__("importlib").util.find_spec("wandb"), reason="no wandb"
+)
+def test_tracking_offline_and_resumed_as_the_same_run():
+    """Weights & Biases without a network: one run id over both parts."""
+    environment = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    command = [sys.executable, ROOT / "ppo.py", "--track", "--wandb-project-name", "tests"]
+    subprocess.run([*command, "--total-timesteps", "1024"], env=environment, check=True, capture_output=True)
+    (run_dir,) = Path("runs").iterdir()
+    resume = ["--resume", run_dir, "--total-timesteps", "2048"]
+    subprocess.run([*command, *resume], env=environment, check=True, capture_output=True)
+    ids = [path.name.split("-", 4)[-1] for path in Path("wandb").glob("offline-run-*")]
+    files = list(Path("wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 2 and {f.stem for f in files} == {f"run-{run_dir.name}"}, ids
+    assert [step for step, _ in scalars(run_dir, "charts/SPS")] == [512, 1024, 1536, 2048]
+
+
+def test_track_without_wandb(script, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert_one_line_error(cli(script, "--track", monkeypatch=monkeypatch), capsys, "pip install wandb")
+    assert not os.listdir()
+
+
+def test_copy_in_an_empty_folder_runs(script):
+    shutil.copy(ROOT / f"{script.SCRIPT}.py", "copied.py")
+    flags = ["--num-envs", "2", "--num-steps", "16", "--total-timesteps", "64"]
+    subprocess.run([sys.executable, "-I", "copied.py", *flags], check=True, capture_output=True)
+    (run_dir,) = Path("runs").iterdir()
+    assert "__copied__1__" in run_dir.name and (run_dir / "checkpoint.pt").exists()
+    evaluated = [sys.executable, "-I", "copied.py", "--evaluate", run_dir, "--eval-episodes", "1"]
+    assert "over 1 episodes" in subprocess.run(evaluated, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_atari_amp_changes_little(amp):
+    """bfloat16 convolutions: the same policy to two digits, and float32 losses."""
+    torch.manual_seed(1)
+    agent = ppo_atari.Agent(ppo_atari.make_env(small_args(ppo_atari), 1))
+    obs = torch.randint(0, 256, (8, 4, 84, 84), dtype=torch.uint8)
+    dist, value = agent(obs)
+    agent.amp = amp
+    amp_dist, amp_value = agent(obs)
+    assert amp_dist.logprobs.dtype == amp_value.dtype == torch.float32
+    torch.testing.assert_close(amp_dist.logprobs, dist.logprobs, atol=1e-2, rtol=0)
+    torch.testing.assert_close(amp_value, value, atol=5e-2, rtol=0)
+    assert torch.equal(amp_value, value) != amp
+
+
+def test_compile_runs_and_agrees():
+    """torch.compile of the policy step and the update learns with the same losses."""
+    flags = dict(num_envs=2, num_steps=16, total_timesteps=96, num_minibatches=2)
+    eager, compiled = (ppo.train(ppo.Args(compile=compile, **flags)) for compile in (False, True))
+    assert [s for s, _ in scalars(compiled, "losses/value_loss")] == [32, 64, 96]
+    assert all(np.isfinite(v) for _, v in scalars(compiled, "losses/value_loss"))
+    assert scalars(compiled, "charts/learning_rate") == scalars(eager, "charts/learning_rate")

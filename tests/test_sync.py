@@ -1,0 +1,149 @@
+"""Scripts repeat code on purpose. What has the same name in two of them is the same code, word for word,
+unless the copy says why it is not:  # differs from ppo.py: <reason>  in its first comment."""
+
+import ast
+import difflib
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = {path.stem: path.read_text() for path in sorted(ROOT.glob("*.py"))}
+CHANGED_LINES = {
+    "ppo_shared": 16,
+    "ppo_atari": 50,
+}  # against ppo.py: docstrings and new definitions not counted
+LINES = {"ppo": 440, "ppo_shared": 440, "ppo_atari": 550}
+
+
+def blocks(source: str) -> dict[str, str]:
+    """Top-level definitions, fields of Args, and the numbered steps of train(), by name."""
+    lines, found = source.splitlines(), {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign):
+            found[ast.unparse(node.targets[0])] = ast.unparse(node)
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            continue
+        text = "\n".join(
+            lines[min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1 : node.end_lineno]
+        )
+        if node.name == "train":
+            setup, *steps = re.split(r"\n(?=        # \d\. )", text)
+            for step in steps:
+                found["train: " + step.split("\n")[0].strip("# ")] = step
+        elif node.name == "Args":
+            for name, annotation, comment in re.findall(
+                r"^    (\w+): (.+?) = .*?  # (.*)$", text, re.MULTILINE
+            ):
+                found[f"Args.{name}"] = f"{annotation}  # {comment}"
+            found |= {f"Args.{n.name}": ast.unparse(n) for n in node.body if isinstance(n, ast.FunctionDef)}
+        else:
+            found[node.name] = text
+    return found
+
+
+PAIRS = [
+    (s, name) for s in SCRIPTS if s != "ppo" for name in blocks(SCRIPTS[s]) if name in blocks(SCRIPTS["ppo"])
+]
+
+
+@pytest.mark.parametrize("script,name", PAIRS)
+def test_same_name_same_code(script, name):
+    ours, canon = blocks(SCRIPTS[script])[name], blocks(SCRIPTS["ppo"])[name]
+    if not re.search(r"# differs from ppo\.py: \w+", ours.split("\n#")[0]):
+        diff = difflib.unified_diff(
+            canon.split("\n"), ours.split("\n"), "ppo.py", f"{script}.py", lineterm=""
+        )
+        assert ours == canon, "\n".join(diff)
+
+
+def test_every_block_is_compared():
+    names = {name for script, name in PAIRS if script == "ppo_shared"}
+    assert {
+        "fail",
+        "compute_gae",
+        "ppo_loss",
+        "Logger",
+        "evaluate",
+        "Args.seed",
+        "train: 1. rollout",
+    } <= names
+    assert len([n for n in names if n.startswith("train: ")]) == 4
+
+
+@pytest.mark.parametrize("script,budget", CHANGED_LINES.items())
+def test_diff_against_parent(script, budget):
+    """Changed lines: the longer side of each hunk; definitions that the parent lacks do not count."""
+    ours, parent = SCRIPTS[script], SCRIPTS["ppo"]
+    for name in blocks(ours).keys() - blocks(parent).keys():
+        ours = ours.replace(blocks(ours)[name], "")
+    a, b = (source.split('"""', 2)[2].splitlines() for source in (parent, ours))
+    opcodes = difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes()
+    changed = sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in opcodes if tag != "equal")
+    assert changed <= budget, f"{changed} lines differ from ppo.py, {budget} allowed"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_stands_alone(script):
+    """Only the standard library and packages of the PEP 723 header are imported; heavy optional ones inside."""
+    tree = ast.parse(SCRIPTS[script])
+    header = tomllib.loads(
+        "\n".join(re.findall(r"^# ?(.*)$", SCRIPTS[script].split("# ///")[1], re.MULTILINE)[1:])
+    )
+    allowed = {re.split(r"[\[>=<]", d)[0].replace("-", "_") for d in header["dependencies"]} | set(
+        sys.stdlib_module_names
+    )
+    top, lazy = set(), set()
+    for node in ast.walk(tree):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) else []
+        (top if node in tree.body else lazy).update(name.split(".")[0] for name in names)
+    assert top <= allowed and not top & set(SCRIPTS)
+    assert lazy <= {"wandb", "moviepy"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_header_agrees_with_pyproject(script):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    header = tomllib.loads(
+        "\n".join(re.findall(r"^# ?(.*)$", SCRIPTS[script].split("# ///")[1], re.MULTILINE)[1:])
+    )
+    ranges = set(project["dependencies"]).union(*project["optional-dependencies"].values())
+    assert set(header["dependencies"]) <= ranges
+    assert project["requires-python"].startswith(header["requires-python"])
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_house_style(script):
+    source = SCRIPTS[script]
+    assert len(source.splitlines()) <= LINES[script]
+    assert max(map(len, source.splitlines())) <= 110
+    sections = re.findall(r"^# === (.+?) =+$", source, re.MULTILINE)
+    expected = [
+        "Arguments",
+        "Environment",
+        "Agent",
+        "Algorithm",
+        "Logging and checkpoints",
+        "Training",
+        "Evaluation",
+    ]
+    assert sections == expected
+    assert not re.search(r"\*\*kwargs\)|except:|except Exception|time\.time\(\) *%|TODO|FIXME", source)
+    fields = re.search(r"class Args:\n(.*?)\n    @property", source, re.DOTALL)[1].splitlines()
+    assert all("  # " in line for line in fields if ": " in line and not line.strip().startswith("#"))
+
+
+def test_details_are_tagged():
+    tags = {s: set(map(int, re.findall(r"# detail (\d+)", text))) for s, text in SCRIPTS.items()}
+    assert tags["ppo"] == tags["ppo_shared"] == set(range(1, 14))
+    assert tags["ppo_atari"] == set(range(1, 23)) - {13}  # its network is that of detail 21
+    auxiliary = {
+        s: set(map(int, re.findall(r"# auxiliary detail (\d+)", text))) for s, text in SCRIPTS.items()
+    }
+    assert all({1, 3} <= found for found in auxiliary.values())
+    tested = set(re.findall(r"def test_detail_(\d+)", (ROOT / "tests/test_details.py").read_text()))
+    assert set(range(1, 23)) <= set(map(int, tested))
