@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["ale-py>=0.11", "gymnasium>=1.2", "numpy", "tensorboard", "torch>=2.6", "tqdm", "tyro>=1"]
+# dependencies = ["ale-py>=0.12", "gymnasium>=1.4", "numpy", "tensorboard", "torch>=2.6", "tqdm", "tyro>=1"]
 # ///
 """PPO for Atari games: ppo.py and the 9 Atari details of openai/baselines, on ale-py's C++ emulators.
 
@@ -123,20 +123,17 @@ def parse_args() -> Args:
 
 
 class AtariEnvs(gym.vector.VectorEnv):
-    """N games, each in a C++ emulator with a thread of its own, seen as through the wrappers of openai/baselines.
+    """N games, each in a C++ emulator with its own thread, seen as through the wrappers of openai/baselines.
 
-    Observations (N, 4, 84, 84) uint8 are one array, overwritten by the next step. An episode is a life; the next one
-    begins within the step that ends it. infos["final_info"] has raw score and length in frames of games that are over.
+    Observations (N, 4, 84, 84) uint8 are one array that every step overwrites. An episode is a life; the next
+    begins in the step that ends it. infos["final_info"] has raw score and frames of the games that are over.
     """
 
-    def __init__(self, env_id: str, num_envs: int, video_dir: Path | None = None):
-        spec = gym.spec(env_id).kwargs
+    def __init__(self, spec: dict, num_envs: int, video_dir: Path | None = None):
         kept = ("game", "repeat_action_probability", "full_action_space", "max_num_frames_per_episode")
         kwargs = {name: spec[name] for name in kept} | dict(num_envs=1, num_threads=1, stack_num=1)
         kwargs |= dict(reward_clipping=False, use_fire_reset=False, noop_max=31)  # 31 draws from 0 to 30
-        kwargs |= dict(
-            frameskip=4, maxpool=True
-        )  # detail 15: act every 4th frame, see the maximum of the last two
+        kwargs |= dict(frameskip=4, maxpool=True)  # detail 15: 4 frames an action, maximum of the last two
         self.games = [AtariVectorEnv(**kwargs) for _ in range(num_envs)]  # detail 18: 84 x 84 grey pixels
         self.num_envs, self.single_action_space = num_envs, self.games[0].single_action_space
         self.single_observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
@@ -185,11 +182,8 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.lives[i] = lives
         self.scores[i] += reward
         if self.over[i]:
-            self.ended[i], self.returns[i], self.lengths[i] = (
-                True,
-                self.scores[i],
-                info["episode_frame_number"][0],
-            )
+            self.ended[i], self.returns[i] = True, self.scores[i]
+            (self.lengths[i],) = info["episode_frame_number"]
             if self.camera:
                 self._save_video()
         return frame, reward, terminated or 0 < lives < lives_before, truncated
@@ -205,9 +199,7 @@ class AtariEnvs(gym.vector.VectorEnv):
 
     def _next_life(self, i: int) -> np.ndarray:
         """First frame of the next life, after one no-op, or of a new game, after 1 to 30."""
-        if not self.over[
-            i
-        ]:  # detail 16: a life is an episode, but only the end of the game resets the emulator
+        if not self.over[i]:  # detail 16: a lost life ends the episode, but does not reset the emulator
             self._send(i, 0)
             frame, *_ = self._receive(i)
         noops = 0
@@ -225,24 +217,23 @@ class AtariEnvs(gym.vector.VectorEnv):
 
         self.video_dir.mkdir(exist_ok=True)
         path = self.video_dir / f"{len(list(self.video_dir.iterdir()))}.mp4"
-        ImageSequenceClip(self.video, fps=15).write_videofile(
-            path, logger=None
-        )  # 60 frames a second, every 4th
+        ImageSequenceClip(self.video, fps=15).write_videofile(path, logger=None)  # every 4th of 60 a second
         self.video = []
 
 
 def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.vector.VectorEnv:
-    """The games of args.env_id, N = num_envs; with video_dir, game 0 is recorded there."""
+    # differs from ppo.py: Atari games only
+    """Vectorized games, each reset within the step that ends its episode."""
     gym.register_envs(ale_py)
     try:
         spec = gym.spec(args.env_id)
-    except gym.error.Error as error:
+    except (gym.error.Error, ImportError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     if spec.entry_point != "ale_py.env:AtariEnv":
-        fail(f"{args.env_id} is no Atari game: ppo.py takes vectors and discrete actions")
+        fail(f"{args.env_id} is no Atari game: try ppo.py")
     if spec.kwargs["frameskip"] not in (1, 4):
-        fail(f"{args.env_id} skips a random number of frames: take its NoFrameskip-v4 or ALE/...-v5 id")
-    return AtariEnvs(args.env_id, num_envs, video_dir)  # detail 1: vectorized architecture
+        fail(f"{args.env_id} skips a random number of frames: take a NoFrameskip-v4 or an ALE/...-v5 id")
+    return AtariEnvs(spec.kwargs, num_envs, video_dir)  # detail 1: vectorized architecture
 
 
 # === Agent ===================================================================================

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["gymnasium[classic-control]>=1.2", "numpy", "tensorboard", "torch>=2.6", "tqdm", "tyro>=1"]
+# dependencies = ["gymnasium[classic-control]>=1.4", "numpy", "tensorboard", "torch>=2.6", "tqdm", "tyro>=1"]
 # ///
 """ppo.py with one network for policy and value (detail 13); see  diff ppo.py ppo_shared.py
 
@@ -65,7 +65,7 @@ class Args:
     target_kl: float | None = None  # skip the update's remaining epochs above this KL divergence
 
     # run
-    device: Literal["cpu", "cuda"] = "cpu"  # where the networks run; for small ones the CPU is faster
+    device: Literal["cpu", "cuda"] = "cpu"  # where the networks run
     compile: bool = False  # torch.compile the policy step and the update
     track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
     wandb_project_name: str = "ppo"  # Weights & Biases project
@@ -121,14 +121,14 @@ def parse_args() -> Args:
 
 def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.vector.VectorEnv:
     """Vectorized environments, each reset within the step that ends its episode."""
-    kwargs = dict(wrappers=[gym.wrappers.RecordEpisodeStatistics])
+    options = dict(wrappers=[gym.wrappers.RecordEpisodeStatistics])
     if video_dir:
         record = dict(video_folder=str(video_dir), episode_trigger=lambda n: n < args.eval_episodes)
-        kwargs["wrappers"].append(lambda env: gym.wrappers.RecordVideo(env, **record))
-        kwargs["render_mode"] = "rgb_array"
+        options["wrappers"].append(lambda env: gym.wrappers.RecordVideo(env, **record))
+        options["render_mode"] = "rgb_array"
     same_step = dict(autoreset_mode=gym.vector.AutoresetMode.SAME_STEP, copy=False)
     try:  # detail 1: vectorized architecture
-        envs = gym.make_vec(args.env_id, num_envs, "sync", vector_kwargs=same_step, **kwargs)
+        envs = gym.make_vec(args.env_id, num_envs, "sync", vector_kwargs=same_step, **options)
     except (gym.error.Error, ImportError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     obs_space, action_space = envs.single_observation_space, envs.single_action_space

@@ -1,7 +1,7 @@
 """The yardstick of speed.py: PPO written the plain way, for vectors and for Atari, without logging.
 
-Plain means what most single-file scripts do: torch.distributions with validation, gymnasium's SyncVectorEnv with
-Python wrappers, a tensor made from every reward and done at every step, float32 observations, unfused Adam.
+Plain means what most single-file scripts do: torch.distributions with validation, gymnasium's SyncVectorEnv
+with Python wrappers, tensors made from every reward and done, float32 observations, unfused Adam.
 
     python benchmark/plain_loop.py CartPole-v1 50000
     python benchmark/plain_loop.py BreakoutNoFrameskip-v4 10240

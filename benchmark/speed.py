@@ -4,7 +4,7 @@
     python benchmark/speed.py ppo_atari.py BreakoutNoFrameskip-v4 --steps 10240
     python benchmark/speed.py ppo_atari.py BreakoutNoFrameskip-v4 --steps 10240 --flags "--amp"
 
-Both are timed from the end of the first iteration, with all of their logging. Add --csv FILE to append the numbers.
+Both are timed from the end of their first iteration; ours logs, too. Add --csv FILE to append the numbers.
 On a GPU, where there is no plain loop to compare with:
 
     python ppo_atari.py --device cuda --total-timesteps 500000            # the progress line says steps/s

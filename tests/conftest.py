@@ -1,4 +1,5 @@
 import numpy as np
+import probes  # noqa: F401  registers them
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -29,6 +30,10 @@ def small_args(script, **flags):
     """Arguments for a run of seconds."""
     small = dict(num_envs=2 if script is ppo_atari else 4, num_steps=16, total_timesteps=64, device="cpu")
     return script.Args(**small | flags)
+
+
+def games(env_id, num_envs):
+    return ppo_atari.make_env(ppo_atari.Args(env_id=env_id, device="cpu"), num_envs)
 
 
 def scalars(run_dir, tag):

@@ -1,18 +1,17 @@
-"""AtariEnvs against the wrappers of openai/baselines, written out here in their plainest form: details 14 to 20."""
+"""AtariEnvs against the wrappers of openai/baselines, written here in plainest form: details 14 to 20."""
 
 import ale_py
 import cv2
 import gymnasium as gym
 import numpy as np
 import pytest
-
-import ppo_atari
+from conftest import games
 
 gym.register_envs(ale_py)
 
 
 class PlainAtari:
-    """One game through no-ops, frame skip, episodic life, FIRE, grey 84 x 84, sign of the reward and a stack of 4."""
+    """One game through no-ops, frame skip, episodic life, FIRE, grey 84 x 84, reward signs and a stack."""
 
     def __init__(self, env_id: str):
         self.env = gym.make(env_id, obs_type="grayscale").unwrapped
@@ -84,7 +83,7 @@ class PlainAtari:
 def watch_noops(envs) -> list[list[int]]:
     """No-ops of each new game of each environment, as they are drawn."""
     noops = [[] for _ in envs.games]
-    for game, drawn in zip(envs.games, noops):
+    for game, drawn in zip(envs.games, noops, strict=True):
 
         def reset(original=game.reset, drawn=drawn, **kwargs):
             obs, info = original(**kwargs)
@@ -99,10 +98,10 @@ def watch_noops(envs) -> list[list[int]]:
 @pytest.mark.parametrize("game", ["Breakout", "Pong", "BeamRider", "Freeway", "Qbert"])
 def test_frame_by_frame_against_plain_wrappers(game):
     num_envs, steps = 2, {"Pong": 1400, "Freeway": 2200}.get(game, 1500)
-    envs = ppo_atari.AtariEnvs(f"{game}NoFrameskip-v4", num_envs)
+    envs = games(f"{game}NoFrameskip-v4", num_envs)
     noops = watch_noops(envs)
     plain = [PlainAtari(f"{game}NoFrameskip-v4") for _ in range(num_envs)]
-    for env, drawn in zip(plain, noops):
+    for env, drawn in zip(plain, noops, strict=True):
         env.noops = drawn
     assert plain[0].fire == (game != "Freeway")
     obs, _ = envs.reset(seed=1)

@@ -1,4 +1,4 @@
-"""One test a detail of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details, by its number.
+"""One test a detail of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details, by number.
 
 Details 14 to 20 are also compared frame by frame in test_atari_envs.py.
 """
@@ -8,13 +8,13 @@ from collections import Counter
 
 import ale_py
 import cv2
-import envs as probes
 import gymnasium as gym
 import numpy as np
+import probes
 import pytest
 import torch
 import torch.nn as nn
-from conftest import random_batch, scalars, small_args
+from conftest import games, random_batch, scalars, small_args
 
 import ppo
 import ppo_atari
@@ -138,7 +138,7 @@ def test_detail_6_every_step_once_an_epoch_in_a_new_order(vector_script, monkeyp
 
 
 def test_detail_7_advantages_normalized_in_each_minibatch(script, monkeypatch):
-    """The loss of [1, 2, 3, 4] is that of its normalization, +-1.1619 at the ends: the unbiased std, as in the blog."""
+    """The loss of [1, 2, 3, 4] is that of +-1.1619 at the ends: with the unbiased std, as in the blog."""
     agent = agent_of(script)
     batch = batch_of(script, agent, 4)
     args = script.Args(device="cpu")
@@ -270,7 +270,7 @@ def test_detail_13_separate_and_shared_networks():
 
 
 def game_starts(seed):
-    envs = ppo_atari.AtariEnvs("BreakoutNoFrameskip-v4", 1)
+    envs = games("BreakoutNoFrameskip-v4", 1)
     envs.first_actions, counts = (), []
     envs.reset(seed=seed)
     for _ in range(120):
@@ -288,7 +288,7 @@ def test_detail_14_one_to_thirty_noops():
 
 
 def test_detail_15_max_of_the_last_two_of_four_frames():
-    envs = ppo_atari.AtariEnvs("PongNoFrameskip-v4", 1)
+    envs = games("PongNoFrameskip-v4", 1)
     plain = gym.make("PongNoFrameskip-v4", obs_type="grayscale").unwrapped
     envs.first_actions = ()
     obs, _ = envs.reset(seed=1)
@@ -313,7 +313,7 @@ def play(envs, steps, policy=None, seed=0):
 
 def test_detail_16_lives_end_episodes_but_not_the_game():
     """Lives go 5, 4, 3, 2, 1 over successive dones, in one game; the score is that of the whole game."""
-    envs = ppo_atari.AtariEnvs("BreakoutNoFrameskip-v4", 1)
+    envs = games("BreakoutNoFrameskip-v4", 1)
     envs.reset(seed=1)
     lives, scores, total = [int(envs.lives[0])], [], 0.0
     for _, reward, terminated, truncated, info in play(envs, 600):
@@ -334,7 +334,7 @@ def sent_actions(envs):
 
 
 def test_detail_17_fire_after_every_reset():
-    envs = ppo_atari.AtariEnvs("BreakoutNoFrameskip-v4", 1)
+    envs = games("BreakoutNoFrameskip-v4", 1)
     log = sent_actions(envs)
     envs.reset(seed=1)
     assert log == [1, 2]
@@ -342,17 +342,17 @@ def test_detail_17_fire_after_every_reset():
     for _, _, terminated, _, info in play(envs, 400, policy):
         if terminated[0]:
             assert log[-2:] == [1, 2]
-            assert log[-3] == (3 if "final_info" in info else 0)  # a lost life is followed by one no-op
+            assert log[-3] == (3 if "final_info" in info else 0)  # one no-op follows a lost life
     assert log.count(1) > 5
-    envs = ppo_atari.AtariEnvs("FreewayNoFrameskip-v4", 1)  # no FIRE among its actions
+    envs = games("FreewayNoFrameskip-v4", 1)  # no FIRE among its actions
     log = sent_actions(envs)
     envs.reset(seed=1)
     assert log == []
 
 
 def test_detail_18_grey_84_by_84():
-    """ale-py's palette grey against grey made from RGB, as baselines and the blog make it: nearly the same."""
-    envs = ppo_atari.AtariEnvs("BreakoutNoFrameskip-v4", 1)
+    """ale-py's palette grey against grey made from RGB, as baselines and the blog make it: nearly equal."""
+    envs = games("BreakoutNoFrameskip-v4", 1)
     envs.first_actions = ()
     obs, _ = envs.reset(seed=1)
     assert obs.dtype == np.uint8 and obs.shape == (1, 4, 84, 84)
@@ -367,7 +367,7 @@ def test_detail_18_grey_84_by_84():
 
 
 def test_detail_19_rewards_are_signs_and_scores_are_raw():
-    envs = ppo_atari.AtariEnvs("QbertNoFrameskip-v4", 2)
+    envs = games("QbertNoFrameskip-v4", 2)
     envs.reset(seed=1)
     seen, scores = set(), []
     for _, rewards, _, _, info in play(envs, 1200):
@@ -379,7 +379,7 @@ def test_detail_19_rewards_are_signs_and_scores_are_raw():
 
 
 def test_detail_20_stack_of_four_frames():
-    envs = ppo_atari.AtariEnvs("PongNoFrameskip-v4", 2)
+    envs = games("PongNoFrameskip-v4", 2)
     obs, _ = envs.reset(seed=1)
     assert all((obs[:, k] == obs[:, 0]).all() for k in range(4))
     before, changed = obs.copy(), False
@@ -431,7 +431,7 @@ def test_auxiliary_detail_3_early_stopping(vector_script, monkeypatch):
 
 
 def test_bootstrap_truncated(vector_script, monkeypatch):
-    """A time limit after 4 steps: value of the last, not of the reset observation; nothing where terminated."""
+    """A time limit after 4 steps: the value of the last, not the next observation; none if terminated."""
     gaes = watch(monkeypatch, vector_script, "compute_gae")
     values = lambda self, obs: (vector_script.Categorical(torch.zeros(len(obs), 2)), obs[:, 0].float())  # noqa: E731
     monkeypatch.setattr(vector_script.Agent, "forward", values)

@@ -5,8 +5,6 @@ import pytest
 import torch
 from conftest import SCRIPTS, scalars, small_args
 
-import envs  # noqa: F401  registers the probe environments
-
 
 def agent_after(script, env_id, steps, **flags):
     args = small_args(
