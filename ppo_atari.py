@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -227,6 +228,8 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
     gym.register_envs(ale_py)
     try:
         spec = gym.spec(args.env_id)
+        if video_dir:
+            import moviepy  # noqa: F401  better missed now than after a game
     except (gym.error.Error, ImportError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     if spec.entry_point != "ale_py.env:AtariEnv":
@@ -337,7 +340,10 @@ class Logger:
                 fail(f"--track: {error}; pip install wandb")
             account = dict(project=args.wandb_project_name, entity=args.wandb_entity)
             same_run = dict(id=run_dir.name, name=run_dir.name, resume="allow")  # when this one is resumed
-            wandb.init(**account, **same_run, config=asdict(args), sync_tensorboard=True)
+            try:
+                wandb.init(**account, **same_run, config=asdict(args), sync_tensorboard=True)
+            except wandb.Error as error:
+                fail(f"--track: {error}")
         self.writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
         self.writer.add_text("args", "\n".join(f"    {k}: {v}" for k, v in asdict(args).items()))
         style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
@@ -382,8 +388,8 @@ def load_checkpoint(run_dir: str) -> dict:
 
 
 @torch.no_grad()  # but for the update
-def train(args: Args) -> Path:
-    """Train, save and return the run folder; SIGINT and SIGTERM end it well, after the iteration."""
+def train(args: Args, stop: Sequence[int] = ()) -> Path:
+    """Train and return the run folder; a signal number in stop ends it after the iteration, saved."""
     torch.manual_seed(args.seed)
     torch.set_flush_denormal(True)  # the moments of dead units fade into numbers that slow Adam down fivefold
     envs = make_env(args, args.num_envs)
@@ -404,10 +410,6 @@ def train(args: Args) -> Path:
     saved, first_step, start = first_iteration, first_iteration * args.batch_size, time.time()
     logger = Logger(args, run_dir, first_step)
     print(run_dir)
-
-    stop = []  # a signal ends the run after the iteration, a second one at once
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda signum, _: stop.append(signum) or signal.signal(signum, signal.SIG_DFL))
 
     def act(obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dist, value = agent(obs)
@@ -476,13 +478,11 @@ def train(args: Args) -> Path:
         # 4. log and save
         scalars = {
             f"losses/{k}": x.item() for k, x in infos[-1].items()
-        }  # of the last minibatch, as in the blog
+        }  # of the last minibatch, as the blog
         scalars["losses/clipfrac"] = torch.stack([info["clipfrac"] for info in infos]).mean().item()
         if not np.isfinite(list(scalars.values())).all():
-            last_good = f"{run_dir}/checkpoint.pt, of iteration {saved}" if saved else "none"
-            sys.exit(
-                f"iteration {iteration + 1}: {scalars} are not finite; last good checkpoint: {last_good}"
-            )
+            good = f"{run_dir}/checkpoint.pt, of iteration {saved}" if saved else "none"
+            sys.exit(f"iteration {iteration + 1}: {scalars} are not finite; last good checkpoint: {good}")
         scalars["losses/explained_variance"] = (1 - advantages.var() / data["returns"].var()).item()
         scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
         scalars["charts/SPS"] = (step - first_step) / (time.time() - start)
@@ -530,4 +530,9 @@ if __name__ == "__main__":
         returns = evaluate(args)
         print(f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes")
     else:
-        train(args)
+        stop = []  # the first signal ends the run after its iteration, a second one at once
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(
+                signum, lambda signum, _: stop.append(signum) or signal.signal(signum, signal.SIG_DFL)
+            )
+        train(args, stop)

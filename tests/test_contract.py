@@ -14,13 +14,23 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import games, scalars, small_args
+from conftest import SCRIPTS, games, scalars, small_args
 
 import ppo
 import ppo_atari
 import ppo_shared
 
 ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(params=["ppo", "ppo_atari"])  # ppo_shared.py is ppo.py but for its network, says test_sync.py
+def script(request):
+    return SCRIPTS[request.param]
+
+
+@pytest.fixture
+def vector_script():
+    return ppo
 
 
 def cli(script, *flags, monkeypatch):
@@ -174,6 +184,7 @@ def interrupt_at(script, monkeypatch, step, what):
 
 
 def resumed(script, run_dir):
+    time.sleep(1.1)  # TensorBoard orders the event files of a run by their second
     args = script.load_checkpoint(run_dir)["args"]
     args.resume = str(run_dir)
     return args
@@ -197,10 +208,11 @@ def test_stopped_and_resumed_twice_equals_uninterrupted_bit_for_bit(script, monk
     whole = script.train(aligned_args(script, monkeypatch))
     parts = None
     for step in (96, 160):
-        interrupt_at(script, monkeypatch, step, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        stop = []
+        interrupt_at(script, monkeypatch, step, lambda stop=stop: stop.append(signal.SIGTERM))
         args = resumed(script, parts) if parts else aligned_args(script, monkeypatch)
         with pytest.raises(SystemExit) as end:
-            script.train(args)
+            script.train(args, stop)
         assert end.value.code == 143
         (parts,) = set(Path("runs").iterdir()) - {whole}
         assert torch.load(parts / "checkpoint.pt", weights_only=True)["iteration"] == step // 32
