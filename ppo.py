@@ -304,7 +304,8 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     envs = make_env(args, args.num_envs)
     agent = Agent(envs).to(args.device)
     lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
-    optimizer = torch.optim.Adam(agent.parameters(), lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
+    parameters = list(agent.parameters())
+    optimizer = torch.optim.Adam(parameters, lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns() // 1000}"
     run_dir, first_iteration, last_returns = Path("runs", run_name.replace("/", "-")), 0, deque(maxlen=100)
     if args.resume:
@@ -329,7 +330,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
             loss, info = ppo_loss(agent, batch, clip, args)
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # detail 11: gradient clipping
+        nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)  # detail 11: gradient clipping
         optimizer.step()
         return info
 

@@ -386,11 +386,24 @@ def test_atari_evaluation_plays_whole_games(monkeypatch):
     assert not made[0]["full_action_space"]
 
 
-@pytest.mark.skipif(
-    "wandb" not in sys.modules and not __import__("importlib").util.find_spec("wandb"), reason="no wandb"
-)
+def test_camera_films_the_same_game():
+    """The twin in colour stays in step, sticky actions and resets included."""
+    args = small_args(ppo_atari, env_id="ALE/Breakout-v5")
+    envs = ppo_atari.make_env(args, 1, Path("videos"))
+    envs._save_video = lambda: None
+    envs.reset(seed=1)
+    overs = 0
+    for action in np.random.default_rng(0).integers(4, size=(500, 1)):
+        overs += "final_info" in envs.step(action)[4]
+    game, twin = (x.step(np.array([2])) for x in (envs.games[0], envs.camera))
+    assert overs and envs.video[-1].shape == (210, 160, 3)
+    for name in ("lives", "episode_frame_number", "frame_number"):
+        assert game[4][name] == twin[4][name]
+
+
 def test_tracking_offline_and_resumed_as_the_same_run():
     """Weights & Biases without a network: one run id over both parts."""
+    pytest.importorskip("wandb")
     environment = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     command = [sys.executable, ROOT / "ppo.py", "--track", "--wandb-project-name", "tests"]
     subprocess.run([*command, "--total-timesteps", "1024"], env=environment, check=True, capture_output=True)

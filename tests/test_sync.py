@@ -20,7 +20,7 @@ CHANGED_LINES = {
     "ppo_shared": 16,
     "ppo_atari": 50,
 }  # against ppo.py: docstrings and new definitions not counted
-LINES = {"ppo": 440, "ppo_shared": 440, "ppo_atari": 550}
+LINES = {"ppo": 446, "ppo_shared": 446, "ppo_atari": 540}
 
 
 def blocks(source: str) -> dict[str, str]:
@@ -57,7 +57,8 @@ PAIRS = [
 @pytest.mark.parametrize("script,name", PAIRS)
 def test_same_name_same_code(script, name):
     ours, canon = blocks(SCRIPTS[script])[name], blocks(SCRIPTS["ppo"])[name]
-    if not re.search(r"# differs from ppo\.py: \w+", ours.split("\n#")[0]):
+    comment = re.search(r"#.*", ours)
+    if not (comment and re.match(r"# differs from ppo\.py: \w+", comment[0])):
         diff = difflib.unified_diff(
             canon.split("\n"), ours.split("\n"), "ppo.py", f"{script}.py", lineterm=""
         )
