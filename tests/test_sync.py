@@ -20,7 +20,7 @@ CHANGED_LINES = {
     "ppo_shared": 16,
     "ppo_atari": 50,
 }  # against ppo.py: docstrings and new definitions not counted
-LINES = {"ppo": 446, "ppo_shared": 446, "ppo_atari": 540}
+LINES = {"ppo": 447, "ppo_shared": 447, "ppo_atari": 541}
 
 
 def blocks(source: str) -> dict[str, str]:
