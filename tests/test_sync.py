@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 SCRIPTS = {path.stem: path.read_text() for path in sorted(ROOT.glob("*.py"))}
 CHANGED_LINES = {
     "ppo_shared": 16,
-    "ppo_atari": 50,
+    "ppo_atari": 60,
 }  # against ppo.py: docstrings and new definitions not counted
 LINES = {"ppo": 447, "ppo_shared": 447, "ppo_atari": 541}
 
