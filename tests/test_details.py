@@ -394,6 +394,9 @@ def test_detail_20_stack_of_four_frames():
 def test_detail_21_shared_nature_cnn():
     agent = agent_of(ppo_atari)
     assert sum(p.numel() for p in agent.parameters()) == 1_686_693
+    assert [type(m).__name__ for m in agent.network] == ["Conv2d", "ReLU"] * 3 + ["Flatten", "Linear", "ReLU"]
+    convolutions = [(m.out_channels, m.kernel_size[0], m.stride[0]) for m in list(agent.network)[:6:2]]
+    assert convolutions == [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
     hidden = []
     agent.network[7].register_forward_hook(lambda module, args, output: hidden.append(args[0].shape[1]))
     agent(torch.zeros(2, 4, 84, 84, dtype=torch.uint8))
