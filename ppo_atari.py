@@ -432,9 +432,8 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         act, update = (torch.compile(function, mode="reduce-overhead") for function in (act, update))
 
     T, N = args.num_steps, args.num_envs
-    obs = torch.zeros((T, N, 84, 84, 4), dtype=torch.uint8, device=args.device).permute(
-        0, 1, 4, 2, 3
-    )  # channels last
+    obs = torch.zeros((T, N, 84, 84, 4), dtype=torch.uint8, device=args.device)
+    obs = obs.permute(0, 1, 4, 2, 3)  # (T, N, 4, 84, 84), channels last in memory
     actions = torch.zeros((T, N), dtype=torch.int64, device=args.device)
     logprobs, values = torch.zeros((2, T, N), device=args.device)
     rewards, dones = np.zeros((2, T, N), np.float32)
