@@ -7,13 +7,15 @@
     python ppo.py --env-id CartPole-v1 --seed 1     # every field of Args is a flag; see --help
     python ppo.py --resume runs/NAME                # go on with a run that was stopped
     python ppo.py --evaluate runs/NAME              # play full episodes with its agent
+    torchrun --nproc-per-node 4 ppo.py              # environments and gradients shared out over 4
 
 Paper    Schulman et al. 2017, https://arxiv.org/abs/1707.06347
 Details  numbered as in https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details
-Shapes   T = num_steps, N = num_envs, B = T * N, M = B / num_minibatches
+Shapes   T = num_steps, N = num_envs / processes, B = T * N, M = B / num_minibatches
 """
 
 import atexit
+import os
 import pickle
 import signal
 import sys
@@ -34,6 +36,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 SCRIPT = Path(__file__).stem
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 
 # === Arguments ===============================================================================
 
@@ -45,7 +48,7 @@ class Args:
     seed: int = 1  # seeds PyTorch and the environments; nothing else is random
 
     # rollout
-    num_envs: int = 4  # parallel environments (N)
+    num_envs: int = 4  # parallel environments, shared out over torchrun's processes
     num_steps: int = 128  # steps per environment and rollout (T)
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # GAE: 0 is the one-step advantage, 1 is Monte Carlo
@@ -67,7 +70,7 @@ class Args:
 
     # run
     device: Literal["cpu", "cuda"] = "cpu"  # where the networks run
-    compile: bool = False  # torch.compile the policy step and the update
+    compile: bool = False  # torch.compile what the device runs
     track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
     wandb_project_name: str = "ppo"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases user or team
@@ -103,13 +106,15 @@ def parse_args() -> Args:
     for name, value in asdict(args).items():
         if type(value) is int and value < (name != "seed") or type(value) is float and not value >= 0:
             fail(f"{name} cannot be {value}")
+    minibatch_size, rest = divmod(args.batch_size // WORLD_SIZE, args.num_minibatches)
     for mistake, message in (
         (args.resume and args.evaluate, "give --resume or --evaluate, not both"),
         (args.capture_video and not args.evaluate, "--capture-video records the episodes of --evaluate"),
         (args.seed >= 2**31, "seed must be below 2**31"),
         (args.num_iterations < 1, "total_timesteps must be at least num_envs * num_steps"),
-        (args.batch_size % args.num_minibatches, "num_minibatches must divide num_envs * num_steps"),
-        (args.batch_size == args.num_minibatches, "a minibatch must hold more than one step"),
+        (args.num_envs % WORLD_SIZE, f"the {WORLD_SIZE} processes of torchrun must divide num_envs"),
+        (rest, "num_minibatches must divide num_envs * num_steps"),
+        (minibatch_size == 1, "a minibatch must hold more than one step"),
         (args.device == "cuda" and not torch.cuda.is_available(), "--device cuda: PyTorch finds no GPU"),
     ):
         if mistake:
@@ -168,20 +173,19 @@ def layer_init(layer: nn.Module, std: float = 2**0.5) -> nn.Module:
 class MLP(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self:
-            x = layer.forward(
-                x
-            )  # without the look for hooks, which takes a quarter of a small network's time
+            x = layer.forward(x)  # skips the look for hooks: a quarter of a small network's time
         return x
 
 
 class Agent(nn.Module):
     def __init__(self, envs: gym.vector.VectorEnv):
         super().__init__()
-        obs_dim, num_actions = envs.single_observation_space.shape[0], int(envs.single_action_space.n)
+        obs_dim = envs.single_observation_space.shape[0]
+        self.num_actions = int(envs.single_action_space.n)
         self.actor = MLP(  # detail 13: separate networks (ppo_shared.py shares them)
             layer_init(nn.Linear(obs_dim, 64)), nn.Tanh(),
             layer_init(nn.Linear(64, 64)), nn.Tanh(),
-            layer_init(nn.Linear(64, num_actions), std=0.01),
+            layer_init(nn.Linear(64, self.num_actions), std=0.01),
         )  # fmt: skip
         self.critic = MLP(
             layer_init(nn.Linear(obs_dim, 64)), nn.Tanh(),
@@ -192,6 +196,25 @@ class Agent(nn.Module):
     def forward(self, obs: Tensor) -> tuple[Categorical, Tensor]:
         """Policy and value (N,) of observations (N, obs_dim)."""
         return Categorical(self.actor(obs.float())), self.critic(obs.float()).squeeze(-1)
+
+    def policy(self) -> list[np.ndarray]:
+        """Weights and biases that act() needs."""
+        return [parameter.detach().cpu().numpy() for parameter in self.actor.parameters()]
+
+    def noise(self, *size: int) -> np.ndarray:
+        """Gumbel noise (*size, num_actions) for act()."""
+        return -torch.empty(*size, self.num_actions).exponential_().log_().numpy()
+
+
+def act(policy: list[np.ndarray], obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """Actions (N,) for observations (N, obs_dim), sampled with noise (N, num_actions).
+
+    In NumPy, on the CPU: for arrays as small as these PyTorch takes three times as long.
+    """
+    *hidden, weight, bias = policy
+    for w, b in zip(hidden[::2], hidden[1::2], strict=True):
+        obs = np.tanh(obs @ w.T + b)
+    return (obs @ weight.T + bias + noise).argmax(-1)
 
 
 # === Algorithm ===============================================================================
@@ -296,17 +319,33 @@ def load_checkpoint(run_dir: str) -> dict:
 # === Training ================================================================================
 
 
+def over_processes(operation: str, x: float | Tensor) -> float:
+    """SUM or MAX of a number over the processes of torchrun."""
+    x = torch.as_tensor(x, dtype=torch.float32)
+    if WORLD_SIZE > 1:
+        torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, operation))
+    return x.item()
+
+
 @torch.no_grad()  # but for the update
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
     """Train and return the run folder; a signal number in stop ends it after the iteration, saved."""
     torch.manual_seed(args.seed)
+    if WORLD_SIZE > 1:
+        torch.distributed.init_process_group()
+        atexit.register(torch.distributed.destroy_process_group)
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     torch.set_num_threads(1)  # the networks are small: a second thread only costs
     torch.set_flush_denormal(True)  # the moments of dead units fade into numbers that slow Adam down fivefold
-    envs = make_env(args, args.num_envs)
+    T, N = args.num_steps, args.num_envs // WORLD_SIZE
+    envs = make_env(args, N)
     agent = Agent(envs).to(args.device)
-    lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
     parameters = list(agent.parameters())
-    optimizer = torch.optim.Adam(parameters, lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
+    flat = nn.Parameter(nn.utils.parameters_to_vector(parameters))  # one tensor clips and steps faster;
+    nn.utils.vector_to_parameters(flat, parameters)  # the parameters become views of it
+    lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
+    optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns() // 1000}"
     run_dir, first_iteration, last_returns = Path("runs", run_name.replace("/", "-")), 0, deque(maxlen=100)
     if args.resume:
@@ -315,37 +354,32 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         last_returns.extend(state["last_returns"])
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng"])
-        torch.cuda.set_rng_state_all(state["cuda_rng"])
     saved, first_step, start = first_iteration, first_iteration * args.batch_size, time.time()
-    logger = Logger(args, run_dir, first_step)
-    print(run_dir)
-
-    def act(obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        dist, value = agent(obs)
-        action = dist.sample()
-        return action, dist.log_prob(action), value
+    if RANK == 0:
+        logger = Logger(args, run_dir, first_step)
+        print(run_dir)
 
     def update(batch: dict[str, Tensor], clip: float) -> dict[str, Tensor]:
         with torch.enable_grad():
             loss, info = ppo_loss(agent, batch, clip, args)
-        for parameter in parameters:
-            parameter.grad = None  # as optimizer.zero_grad(), in a sixth of its time
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)  # detail 11: gradient clipping
+        flat.grad = torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, parameters)])
+        if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients, averaged over the processes of torchrun
+            torch.distributed.all_reduce(flat.grad)
+            flat.grad /= WORLD_SIZE
+        flat.grad *= (args.max_grad_norm / (flat.grad.norm() + 1e-6)).clamp(max=1)  # detail 11: clipping
         optimizer.step()
         return info
 
     if args.compile:
-        act, update = (torch.compile(function, mode="reduce-overhead") for function in (act, update))
+        update = torch.compile(update, mode="reduce-overhead")
 
-    T, N = args.num_steps, args.num_envs
-    obs = torch.zeros((T, N, *envs.single_observation_space.shape), device=args.device)
-    actions = torch.zeros((T, N), dtype=torch.int64, device=args.device)
-    logprobs, values = torch.zeros((2, T, N), device=args.device)
+    obs = np.zeros((T, *envs.observation_space.shape), np.float32)
+    actions = np.zeros((T, *envs.action_space.shape), envs.action_space.dtype)
     rewards, dones = np.zeros((2, T, N), np.float32)
-    next_obs, _ = envs.reset(seed=args.seed + first_step)  # (N, ...); a resumed run begins new episodes
+    next_obs, _ = envs.reset(seed=args.seed + first_step + RANK * N)  # a resumed run begins new episodes
     for iteration in range(first_iteration, args.num_iterations):
+        # seeded anew in every iteration, so that there is no random state to save and resume
+        torch.manual_seed(int(np.random.SeedSequence((args.seed, iteration, RANK)).generate_state(1)[0]))
         frac = 1 - iteration / args.num_iterations
         if args.anneal_lr:  # detail 4: learning rate annealing
             optimizer.param_groups[0]["lr"].fill_(args.learning_rate * frac)
@@ -353,27 +387,31 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         step, episodes, infos = iteration * args.batch_size, [], []
 
         # 1. rollout
+        policy = agent.policy()  # chooses the actions; their log-probabilities and values follow in one pass
+        noise = agent.noise(T, N)
         for t in range(T):
-            obs[t] = torch.from_numpy(next_obs)
-            actions[t], logprobs[t], values[t] = act(obs[t])
-            next_obs, rewards[t], terminated, truncated, info = envs.step(actions[t].cpu().numpy())
+            obs[t] = next_obs
+            actions[t] = act(policy, obs[t], noise[t])
+            next_obs, rewards[t], terminated, truncated, info = envs.step(actions[t])
             dones[t] = terminated | truncated
-            step += N
+            step += args.num_envs
             if "final_info" in info:
                 stats, ended = info["final_info"]["episode"], info["final_info"]["_episode"]
                 returns, lengths = stats["r"][ended].tolist(), stats["l"][ended].tolist()
                 episodes += [(step, *episode) for episode in zip(returns, lengths, strict=True)]
-            cut = truncated & ~terminated
-            if args.bootstrap_truncated and cut.any():  # beyond the blog: a time limit is no terminal state
+            if args.bootstrap_truncated and (cut := truncated & ~terminated).any():  # beyond the blog
                 final_obs = torch.as_tensor(np.stack(info["final_obs"][cut]), device=args.device)
                 rewards[t, cut] += args.gamma * agent(final_obs)[1].cpu().numpy()
+        data = dict(obs=obs, actions=actions, rewards=rewards, dones=dones)
+        data = {name: torch.as_tensor(x, device=args.device) for name, x in data.items()}
+        dist, data["values"] = agent(data["obs"])
+        data["logprobs"] = dist.log_prob(data["actions"])
 
         # 2. advantages and value targets
         next_value = agent(torch.as_tensor(next_obs, device=args.device))[1]
-        r, d = (torch.as_tensor(x, device=args.device) for x in (rewards, dones))
-        advantages = compute_gae(r, values, d, next_value, args.gamma, args.gae_lambda)
-        data = dict(obs=obs, actions=actions, logprobs=logprobs, values=values)
-        data |= dict(advantages=advantages, returns=advantages + values)
+        r, v, d = data.pop("rewards"), data["values"], data.pop("dones")
+        data["advantages"] = compute_gae(r, v, d, next_value, args.gamma, args.gae_lambda)
+        data["returns"] = data["advantages"] + v
         data = {name: x.flatten(0, 1) for name, x in data.items()}  # (T, N, ...) -> (B, ...)
 
         # 3. update
@@ -381,32 +419,34 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
             shuffled = torch.randperm(T * N, device=args.device)  # detail 6: shuffled minibatches
             for indices in shuffled.chunk(args.num_minibatches):
                 infos.append(update({name: x[indices] for name, x in data.items()}, clip))
-            if args.target_kl is not None and infos[-1]["approx_kl"] > args.target_kl:
-                break  # auxiliary detail 3: early stopping
+            if args.target_kl is not None:  # auxiliary detail 3: early stopping
+                if over_processes("SUM", infos[-1]["approx_kl"]) / WORLD_SIZE > args.target_kl:
+                    break
 
         # 4. log and save
-        scalars = {
-            f"losses/{k}": x.item() for k, x in infos[-1].items()
-        }  # of the last minibatch, as the blog
+        scalars = {f"losses/{k}": x.item() for k, x in infos[-1].items()}  # the last minibatch's, as the blog
         scalars["losses/clipfrac"] = torch.stack([info["clipfrac"] for info in infos]).mean().item()
         if not np.isfinite(list(scalars.values())).all():
             good = f"{run_dir}/checkpoint.pt, of iteration {saved}" if saved else "none"
             sys.exit(f"iteration {iteration + 1}: {scalars} are not finite; last good checkpoint: {good}")
-        scalars["losses/explained_variance"] = (1 - advantages.var() / data["returns"].var()).item()
+        scalars["losses/explained_variance"] = (1 - data["advantages"].var() / data["returns"].var()).item()
         scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
         scalars["charts/SPS"] = (step - first_step) / (time.time() - start)
         last_returns.extend(episodic_return for _, episodic_return, _ in episodes)
-        logger.log(step, scalars, episodes, f"return {np.mean(last_returns or 0):.1f}")
-        if stop or (iteration + 1) % args.save_every == 0 or iteration + 1 == args.num_iterations:
+        if RANK == 0:
+            logger.log(step, scalars, episodes, f"return {np.mean(last_returns or 0):.1f}")
+        signum = int(over_processes("MAX", stop[0] if stop else 0))
+        due = (iteration + 1) % args.save_every == 0 or iteration + 1 == args.num_iterations
+        if RANK == 0 and (due or signum):
             saved = iteration + 1
             logger.writer.flush()
-            cuda_rng = torch.cuda.get_rng_state_all() if args.device == "cuda" else []
             state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), iteration=saved)
-            state |= dict(rng=torch.get_rng_state(), cuda_rng=cuda_rng, last_returns=list(last_returns))
-            save_checkpoint(run_dir, args=asdict(args) | dict(resume=None), **state)
-        if stop:
-            sys.exit(128 + stop[0])
-    logger.close()
+            state |= dict(last_returns=list(last_returns), args=asdict(args) | dict(resume=None))
+            save_checkpoint(run_dir, **state)
+        if signum:
+            sys.exit(128 + signum)
+    if RANK == 0:
+        logger.close()
     return run_dir
 
 
@@ -441,7 +481,5 @@ if __name__ == "__main__":
     else:
         stop = []  # the first signal ends the run after its iteration, a second one at once
         for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(
-                signum, lambda signum, _: stop.append(signum) or signal.signal(signum, signal.SIG_DFL)
-            )
+            signal.signal(signum, lambda n, _: stop.append(n) or signal.signal(n, signal.SIG_DFL))
         train(args, stop)

@@ -7,13 +7,15 @@
     python ppo_atari.py --env-id BreakoutNoFrameskip-v4     # every field of Args is a flag; see --help
     python ppo_atari.py --resume runs/NAME                  # go on with a run that was stopped
     python ppo_atari.py --evaluate runs/NAME                # play whole games with its agent
+    torchrun --nproc-per-node 4 ppo_atari.py                # environments and gradients shared out over 4
 
 Paper    Schulman et al. 2017, https://arxiv.org/abs/1707.06347
 Details  numbered as in https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details
-Shapes   T = num_steps, N = num_envs, B = T * N, M = B / num_minibatches
+Shapes   T = num_steps, N = num_envs / processes, B = T * N, M = B / num_minibatches
 """
 
 import atexit
+import os
 import pickle
 import signal
 import sys
@@ -36,6 +38,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 SCRIPT = Path(__file__).stem
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 
 # === Arguments ===============================================================================
 
@@ -47,7 +50,7 @@ class Args:
     seed: int = 1  # seeds PyTorch and the environments; nothing else is random
 
     # rollout
-    num_envs: int = 8  # parallel environments (N)
+    num_envs: int = 8  # parallel environments, shared out over torchrun's processes
     num_steps: int = 128  # steps per environment and rollout (T)
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # GAE: 0 is the one-step advantage, 1 is Monte Carlo
@@ -70,7 +73,7 @@ class Args:
     # run
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"  # where the networks run
     amp: bool = False  # run the convolutions in bfloat16
-    compile: bool = False  # torch.compile the policy step and the update
+    compile: bool = False  # torch.compile what the device runs
     track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
     wandb_project_name: str = "ppo"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases user or team
@@ -106,13 +109,15 @@ def parse_args() -> Args:
     for name, value in asdict(args).items():
         if type(value) is int and value < (name != "seed") or type(value) is float and not value >= 0:
             fail(f"{name} cannot be {value}")
+    minibatch_size, rest = divmod(args.batch_size // WORLD_SIZE, args.num_minibatches)
     for mistake, message in (
         (args.resume and args.evaluate, "give --resume or --evaluate, not both"),
         (args.capture_video and not args.evaluate, "--capture-video records the episodes of --evaluate"),
         (args.seed >= 2**31, "seed must be below 2**31"),
         (args.num_iterations < 1, "total_timesteps must be at least num_envs * num_steps"),
-        (args.batch_size % args.num_minibatches, "num_minibatches must divide num_envs * num_steps"),
-        (args.batch_size == args.num_minibatches, "a minibatch must hold more than one step"),
+        (args.num_envs % WORLD_SIZE, f"the {WORLD_SIZE} processes of torchrun must divide num_envs"),
+        (rest, "num_minibatches must divide num_envs * num_steps"),
+        (minibatch_size == 1, "a minibatch must hold more than one step"),
         (args.device == "cuda" and not torch.cuda.is_available(), "--device cuda: PyTorch finds no GPU"),
     ):
         if mistake:
@@ -126,20 +131,20 @@ def parse_args() -> Args:
 class AtariEnvs(gym.vector.VectorEnv):
     """N games, each in a C++ emulator with its own thread, seen as through the wrappers of openai/baselines.
 
-    Observations (N, 4, 84, 84) uint8 are one array that every step overwrites. An episode is a life; the next
-    begins in the step that ends it. infos["final_info"] has raw score and frames of the games that are over.
+    Observations (N, frames, 84, 84) uint8 are one array that every step overwrites. An episode is a life;
+    the next begins in the step that ends it. infos["final_info"] has raw score and frames of the games over.
     """
 
-    def __init__(self, spec: dict, num_envs: int, video_dir: Path | None = None):
+    def __init__(self, spec: dict, num_envs: int, frames: int, video_dir: Path | None = None):
         kept = ("game", "repeat_action_probability", "full_action_space", "max_num_frames_per_episode")
         kwargs = {name: spec[name] for name in kept} | dict(num_envs=1, num_threads=1, stack_num=1)
         kwargs |= dict(reward_clipping=False, use_fire_reset=False, noop_max=31)  # 31 draws from 0 to 30
         kwargs |= dict(frameskip=4, maxpool=True)  # detail 15: 4 frames an action, maximum of the last two
         self.games = [AtariVectorEnv(**kwargs) for _ in range(num_envs)]  # detail 18: 84 x 84 grey pixels
         self.num_envs, self.single_action_space = num_envs, self.games[0].single_action_space
-        self.single_observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+        self.single_observation_space = gym.spaces.Box(0, 255, (frames, 84, 84), np.uint8)
         self.first_actions = (1, 2) if ale_py.Action.FIRE in self.games[0].ale.get_action_set() else ()
-        self.stacks = np.zeros((num_envs, 4, 84, 84), np.uint8)
+        self.stacks = np.zeros((num_envs, frames, 84, 84), np.uint8)
         self.lives, self.scores, self.returns, self.lengths = np.zeros((4, num_envs))
         self.video_dir, self.video, self.camera = video_dir, [], None
         if video_dir:  # a twin of game 0 in colour, played with the same seeds and actions
@@ -196,7 +201,7 @@ class AtariEnvs(gym.vector.VectorEnv):
             frame, _, *ended = self._receive(i)
             if any(ended):
                 frame = self._next_life(i)
-        self.stacks[i] = frame  # detail 20: a stack of 4 frames, at first the same
+        self.stacks[i] = frame  # detail 20: a stack of frames, at first the same
 
     def _next_life(self, i: int) -> np.ndarray:
         """First frame of the next life, after one no-op, or of a new game, after 1 to 30."""
@@ -236,7 +241,7 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
         fail(f"{args.env_id} is no Atari game: try ppo.py")
     if spec.kwargs["frameskip"] not in (1, 4):
         fail(f"{args.env_id} skips a random number of frames: take a NoFrameskip-v4 or an ALE/...-v5 id")
-    return AtariEnvs(spec.kwargs, num_envs, video_dir)  # detail 1: vectorized architecture
+    return AtariEnvs(spec.kwargs, num_envs, 4, video_dir)  # detail 1: vectorized architecture
 
 
 # === Agent ===================================================================================
@@ -388,16 +393,30 @@ def load_checkpoint(run_dir: str) -> dict:
 # === Training ================================================================================
 
 
+def over_processes(operation: str, x: float | Tensor) -> float:
+    """SUM or MAX of a number over the processes of torchrun."""
+    x = torch.as_tensor(x, dtype=torch.float32)
+    if WORLD_SIZE > 1:
+        torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, operation))
+    return x.item()
+
+
 @torch.no_grad()  # but for the update
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
     """Train and return the run folder; a signal number in stop ends it after the iteration, saved."""
     torch.manual_seed(args.seed)
+    if WORLD_SIZE > 1:
+        torch.distributed.init_process_group()
+        atexit.register(torch.distributed.destroy_process_group)
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     torch.set_flush_denormal(True)  # the moments of dead units fade into numbers that slow Adam down fivefold
-    envs = make_env(args, args.num_envs)
+    T, N = args.num_steps, args.num_envs // WORLD_SIZE
+    envs = make_env(args, N)
     agent = Agent(envs).to(args.device)
     agent.amp = args.amp
-    lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
     parameters = list(agent.parameters())
+    lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
     optimizer = torch.optim.Adam(parameters, lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns() // 1000}"
     run_dir, first_iteration, last_returns = Path("runs", run_name.replace("/", "-")), 0, deque(maxlen=100)
@@ -407,11 +426,10 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         last_returns.extend(state["last_returns"])
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng"])
-        torch.cuda.set_rng_state_all(state["cuda_rng"])
     saved, first_step, start = first_iteration, first_iteration * args.batch_size, time.time()
-    logger = Logger(args, run_dir, first_step)
-    print(run_dir)
+    if RANK == 0:
+        logger = Logger(args, run_dir, first_step)
+        print(run_dir)
 
     def act(obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dist, value = agent(obs)
@@ -421,9 +439,11 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     def update(batch: dict[str, Tensor], clip: float) -> dict[str, Tensor]:
         with torch.enable_grad():
             loss, info = ppo_loss(agent, batch, clip, args)
-        for parameter in parameters:
-            parameter.grad = None  # as optimizer.zero_grad(), in a sixth of its time
+        optimizer.zero_grad()
         loss.backward()
+        for parameter in parameters if WORLD_SIZE > 1 else ():  # auxiliary detail 2: parallel gradients
+            torch.distributed.all_reduce(parameter.grad)
+            parameter.grad /= WORLD_SIZE
         nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)  # detail 11: gradient clipping
         optimizer.step()
         return info
@@ -431,14 +451,15 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     if args.compile:
         act, update = (torch.compile(function, mode="reduce-overhead") for function in (act, update))
 
-    T, N = args.num_steps, args.num_envs
     obs = torch.zeros((T, N, 84, 84, 4), dtype=torch.uint8, device=args.device)
     obs = obs.permute(0, 1, 4, 2, 3)  # (T, N, 4, 84, 84), channels last in memory
     actions = torch.zeros((T, N), dtype=torch.int64, device=args.device)
     logprobs, values = torch.zeros((2, T, N), device=args.device)
     rewards, dones = np.zeros((2, T, N), np.float32)
-    next_obs, _ = envs.reset(seed=args.seed + first_step)  # (N, ...); a resumed run begins new episodes
+    next_obs, _ = envs.reset(seed=args.seed + first_step + RANK * N)  # a resumed run begins new episodes
     for iteration in range(first_iteration, args.num_iterations):
+        # seeded anew in every iteration, so that there is no random state to save and resume
+        torch.manual_seed(int(np.random.SeedSequence((args.seed, iteration, RANK)).generate_state(1)[0]))
         frac = 1 - iteration / args.num_iterations
         if args.anneal_lr:  # detail 4: learning rate annealing
             optimizer.param_groups[0]["lr"].fill_(args.learning_rate * frac)
@@ -446,27 +467,28 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         step, episodes, infos = iteration * args.batch_size, [], []
 
         # 1. rollout
+        # differs from ppo.py: the network is too large for acting in NumPy
         for t in range(T):
             obs[t] = torch.from_numpy(next_obs)
             actions[t], logprobs[t], values[t] = act(obs[t])
             next_obs, rewards[t], terminated, truncated, info = envs.step(actions[t].cpu().numpy())
             dones[t] = terminated | truncated
-            step += N
+            step += args.num_envs
             if "final_info" in info:
                 stats, ended = info["final_info"]["episode"], info["final_info"]["_episode"]
                 returns, lengths = stats["r"][ended].tolist(), stats["l"][ended].tolist()
                 episodes += [(step, *episode) for episode in zip(returns, lengths, strict=True)]
-            cut = truncated & ~terminated
-            if args.bootstrap_truncated and cut.any():  # beyond the blog: a time limit is no terminal state
+            if args.bootstrap_truncated and (cut := truncated & ~terminated).any():  # beyond the blog
                 final_obs = torch.as_tensor(np.stack(info["final_obs"][cut]), device=args.device)
                 rewards[t, cut] += args.gamma * agent(final_obs)[1].cpu().numpy()
+        data = dict(obs=obs, actions=actions, logprobs=logprobs, values=values, rewards=rewards, dones=dones)
+        data = {name: torch.as_tensor(x, device=args.device) for name, x in data.items()}
 
         # 2. advantages and value targets
         next_value = agent(torch.as_tensor(next_obs, device=args.device))[1]
-        r, d = (torch.as_tensor(x, device=args.device) for x in (rewards, dones))
-        advantages = compute_gae(r, values, d, next_value, args.gamma, args.gae_lambda)
-        data = dict(obs=obs, actions=actions, logprobs=logprobs, values=values)
-        data |= dict(advantages=advantages, returns=advantages + values)
+        r, v, d = data.pop("rewards"), data["values"], data.pop("dones")
+        data["advantages"] = compute_gae(r, v, d, next_value, args.gamma, args.gae_lambda)
+        data["returns"] = data["advantages"] + v
         data = {name: x.flatten(0, 1) for name, x in data.items()}  # (T, N, ...) -> (B, ...)
 
         # 3. update
@@ -474,32 +496,34 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
             shuffled = torch.randperm(T * N, device=args.device)  # detail 6: shuffled minibatches
             for indices in shuffled.chunk(args.num_minibatches):
                 infos.append(update({name: x[indices] for name, x in data.items()}, clip))
-            if args.target_kl is not None and infos[-1]["approx_kl"] > args.target_kl:
-                break  # auxiliary detail 3: early stopping
+            if args.target_kl is not None:  # auxiliary detail 3: early stopping
+                if over_processes("SUM", infos[-1]["approx_kl"]) / WORLD_SIZE > args.target_kl:
+                    break
 
         # 4. log and save
-        scalars = {
-            f"losses/{k}": x.item() for k, x in infos[-1].items()
-        }  # of the last minibatch, as the blog
+        scalars = {f"losses/{k}": x.item() for k, x in infos[-1].items()}  # the last minibatch's, as the blog
         scalars["losses/clipfrac"] = torch.stack([info["clipfrac"] for info in infos]).mean().item()
         if not np.isfinite(list(scalars.values())).all():
             good = f"{run_dir}/checkpoint.pt, of iteration {saved}" if saved else "none"
             sys.exit(f"iteration {iteration + 1}: {scalars} are not finite; last good checkpoint: {good}")
-        scalars["losses/explained_variance"] = (1 - advantages.var() / data["returns"].var()).item()
+        scalars["losses/explained_variance"] = (1 - data["advantages"].var() / data["returns"].var()).item()
         scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
         scalars["charts/SPS"] = (step - first_step) / (time.time() - start)
         last_returns.extend(episodic_return for _, episodic_return, _ in episodes)
-        logger.log(step, scalars, episodes, f"return {np.mean(last_returns or 0):.1f}")
-        if stop or (iteration + 1) % args.save_every == 0 or iteration + 1 == args.num_iterations:
+        if RANK == 0:
+            logger.log(step, scalars, episodes, f"return {np.mean(last_returns or 0):.1f}")
+        signum = int(over_processes("MAX", stop[0] if stop else 0))
+        due = (iteration + 1) % args.save_every == 0 or iteration + 1 == args.num_iterations
+        if RANK == 0 and (due or signum):
             saved = iteration + 1
             logger.writer.flush()
-            cuda_rng = torch.cuda.get_rng_state_all() if args.device == "cuda" else []
             state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), iteration=saved)
-            state |= dict(rng=torch.get_rng_state(), cuda_rng=cuda_rng, last_returns=list(last_returns))
-            save_checkpoint(run_dir, args=asdict(args) | dict(resume=None), **state)
-        if stop:
-            sys.exit(128 + stop[0])
-    logger.close()
+            state |= dict(last_returns=list(last_returns), args=asdict(args) | dict(resume=None))
+            save_checkpoint(run_dir, **state)
+        if signum:
+            sys.exit(128 + signum)
+    if RANK == 0:
+        logger.close()
     return run_dir
 
 
@@ -534,7 +558,5 @@ if __name__ == "__main__":
     else:
         stop = []  # the first signal ends the run after its iteration, a second one at once
         for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(
-                signum, lambda signum, _: stop.append(signum) or signal.signal(signum, signal.SIG_DFL)
-            )
+            signal.signal(signum, lambda n, _: stop.append(n) or signal.signal(n, signal.SIG_DFL))
         train(args, stop)

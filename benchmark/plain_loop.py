@@ -1,10 +1,11 @@
-"""The yardstick of speed.py: PPO written the plain way, for vectors and for Atari, without logging.
+"""The yardstick of speed.py: PPO written the plain way, for vectors, Atari and MuJoCo, without logging.
 
 Plain means what most single-file scripts do: torch.distributions with validation, gymnasium's SyncVectorEnv
 with Python wrappers, tensors made from every reward and done, float32 observations, unfused Adam.
 
     python benchmark/plain_loop.py CartPole-v1 50000
     python benchmark/plain_loop.py BreakoutNoFrameskip-v4 10240
+    python benchmark/plain_loop.py HalfCheetah-v4 20480
 """
 
 import sys
@@ -14,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
-from torch.distributions import Categorical
+from torch.distributions import Categorical, Normal
 
 
 class NoopReset(gym.Wrapper):
@@ -86,6 +87,18 @@ def make_atari(env_id: str) -> gym.Env:
     return gym.wrappers.FrameStackObservation(env, 4)
 
 
+def make_vector(env_id: str) -> gym.Env:
+    return gym.wrappers.RecordEpisodeStatistics(gym.make(env_id))
+
+
+def make_continuous(env_id: str) -> gym.Env:
+    env = gym.wrappers.RecordEpisodeStatistics(gym.wrappers.FlattenObservation(gym.make(env_id)))
+    env = gym.wrappers.NormalizeObservation(gym.wrappers.ClipAction(env))
+    env = gym.wrappers.TransformObservation(env, lambda obs: np.clip(obs, -10, 10), env.observation_space)
+    env = gym.wrappers.NormalizeReward(env, gamma=0.99)
+    return gym.wrappers.TransformReward(env, lambda reward: np.clip(reward, -10, 10))
+
+
 def layer(module, std=2**0.5):
     nn.init.orthogonal_(module.weight, std)
     nn.init.constant_(module.bias, 0.0)
@@ -110,6 +123,23 @@ class VectorAgent(nn.Module):
         dist = Categorical(logits=self.actor(x))
         action = dist.sample() if action is None else action
         return action, dist.log_prob(action), dist.entropy(), self.critic(x)
+
+
+class ContinuousAgent(VectorAgent):
+    def __init__(self, envs):
+        nn.Module.__init__(self)
+        size, out = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
+        hidden = [layer(nn.Linear(size, 64)), nn.Tanh(), layer(nn.Linear(64, 64)), nn.Tanh()]
+        self.actor = nn.Sequential(*hidden, layer(nn.Linear(64, out), 0.01))
+        hidden = [layer(nn.Linear(size, 64)), nn.Tanh(), layer(nn.Linear(64, 64)), nn.Tanh()]
+        self.critic = nn.Sequential(*hidden, layer(nn.Linear(64, 1), 1.0))
+        self.log_std = nn.Parameter(torch.zeros(1, out))
+
+    def act(self, x, action=None):
+        mean = self.actor(x)
+        dist = Normal(mean, torch.exp(self.log_std.expand_as(mean)))
+        action = dist.sample() if action is None else action
+        return action, dist.log_prob(action).sum(1), dist.entropy().sum(1), self.critic(x)
 
 
 class AtariAgent(nn.Module):
@@ -138,22 +168,35 @@ class AtariAgent(nn.Module):
 
 def run(env_id: str, total_timesteps: int) -> float:
     """Train for total_timesteps; steps per second, the first iteration (warm-up) left out."""
-    atari = "NoFrameskip" in env_id
-    T, N, clip = 128, 8 if atari else 4, 0.1 if atari else 0.2
-    torch.manual_seed(1)
-    if atari:
-        import ale_py
+    import ale_py
 
-        gym.register_envs(ale_py)
-        env_fns = [lambda: make_atari(env_id)] * N
+    gym.register_envs(ale_py)
+    with gym.make(env_id) as env:
+        action_space, atari = env.action_space, "ale" in dir(env.unwrapped)
+    if atari:
+        make_env, make_agent, T, N, minibatches, epochs, clip = make_atari, AtariAgent, 128, 8, 4, 4, 0.1
+    elif isinstance(action_space, gym.spaces.Box):
+        make_env, make_agent, T, N, minibatches, epochs, clip = (
+            make_continuous,
+            ContinuousAgent,
+            2048,
+            1,
+            32,
+            10,
+            0.2,
+        )
     else:
+        make_env, make_agent, T, N, minibatches, epochs, clip = make_vector, VectorAgent, 128, 4, 4, 4, 0.2
+    if not atari:
         torch.set_num_threads(1)
-        env_fns = [lambda: gym.wrappers.RecordEpisodeStatistics(gym.make(env_id))] * N
+    torch.manual_seed(1)
+    env_fns = [lambda: make_env(env_id)] * N
     envs = gym.vector.SyncVectorEnv(env_fns, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
-    agent = (AtariAgent if atari else VectorAgent)(envs)
+    agent = make_agent(envs)
     optimizer = torch.optim.Adam(agent.parameters(), lr=2.5e-4, eps=1e-5)
     obs = torch.zeros((T, N) + envs.single_observation_space.shape)
-    actions, logprobs, rewards, dones, values = (torch.zeros((T, N)) for _ in range(5))
+    actions = torch.zeros((T, N) + envs.single_action_space.shape)
+    logprobs, rewards, dones, values = (torch.zeros((T, N)) for _ in range(4))
     next_obs, next_done = torch.Tensor(envs.reset(seed=1)[0]), torch.zeros(N)
     num_iterations = total_timesteps // (T * N)
     for iteration in range(num_iterations):
@@ -180,11 +223,12 @@ def run(env_id: str, total_timesteps: int) -> float:
         flat = [x.reshape((-1,) + x.shape[2:]) for x in (obs, actions, logprobs, advantages, returns, values)]
         b_obs, b_actions, b_logprobs, b_advantages, b_returns, b_values = flat
         order = np.arange(T * N)
-        for _ in range(4):
+        for _ in range(epochs):
             np.random.shuffle(order)
-            for first in range(0, T * N, T * N // 4):
-                index = order[first : first + T * N // 4]
-                _, new_logprob, entropy, new_value = agent.act(b_obs[index], b_actions.long()[index])
+            for first in range(0, T * N, T * N // minibatches):
+                index = order[first : first + T * N // minibatches]
+                b_action = b_actions[index] if make_env is make_continuous else b_actions.long()[index]
+                _, new_logprob, entropy, new_value = agent.act(b_obs[index], b_action)
                 logratio = new_logprob - b_logprobs[index]
                 ratio = logratio.exp()
                 with torch.no_grad():

@@ -436,8 +436,11 @@ def test_auxiliary_detail_3_early_stopping(vector_script, monkeypatch):
 def test_bootstrap_truncated(vector_script, monkeypatch):
     """A time limit after 4 steps: the value of the last, not the next observation; none if terminated."""
     gaes = watch(monkeypatch, vector_script, "compute_gae")
-    values = lambda self, obs: (vector_script.Categorical(torch.zeros(len(obs), 2)), obs[:, 0].float())  # noqa: E731
-    monkeypatch.setattr(vector_script.Agent, "forward", values)
+
+    def forward(self, obs):
+        return vector_script.Categorical(torch.zeros(*obs.shape[:-1], 2)), obs[..., 0].float()
+
+    monkeypatch.setattr(vector_script.Agent, "forward", forward)
     monkeypatch.setattr(vector_script, "ppo_loss", lambda agent, batch, *rest: fake_loss(agent))
     for env_id, bootstrap, last_reward in (
         ("Cut-v0", True, 1 + 0.99 * 100),
@@ -455,6 +458,22 @@ def test_bootstrap_truncated(vector_script, monkeypatch):
 def fake_loss(agent):
     loss = sum(p.sum() for p in agent.parameters()) * 0
     return loss, dict(approx_kl=loss.detach(), clipfrac=loss.detach())
+
+
+def test_acting_in_numpy_samples_from_the_policy(vector_script, monkeypatch):
+    """act() takes the action that forward() would take with the same noise, and the noise is Gumbel's."""
+    acts, made = watch(monkeypatch, vector_script, "act"), watch(monkeypatch, vector_script, "Agent")
+    vector_script.train(vector_script.Args(total_timesteps=8 * 512))
+    ((_, agent),), noise = made, np.stack([call[0][2] for call in acts])
+    assert noise.shape == (8 * 128, 4, 2) and len(np.unique(noise)) == noise.size  # new in every iteration
+    assert abs(noise.mean() - 0.5772) < 0.05 and abs(noise.std() - math.pi / math.sqrt(6)) < 0.05
+    with torch.no_grad():
+        for parameter in agent.parameters():  # far from the first policy, which is almost uniform
+            parameter.add_(torch.randn_like(parameter))
+        obs = torch.randn(8 * 128, 4, 4)
+        expected = (agent(obs)[0].logprobs.numpy() + noise).argmax(-1)
+    actions = [vector_script.act(agent.policy(), o, n) for o, n in zip(obs.numpy(), noise, strict=True)]
+    assert (np.stack(actions) == expected).all() and 0.1 < expected.mean() < 0.9
 
 
 def test_ratio_is_one_before_the_first_step(script, monkeypatch):

@@ -41,8 +41,11 @@ def test_policy_learns_from_a_delayed_reward(vector_script):
 
 
 def test_cartpole():
-    """475 of 500, the task's own threshold, in evaluation, in a fifth of the default budget."""
-    run_dir = ppo.train(ppo.Args(total_timesteps=100_000, learning_rate=1e-3))
-    args = ppo.load_checkpoint(run_dir)["args"]
-    args.evaluate, args.eval_episodes = str(run_dir), 20
-    assert np.mean(ppo.evaluate(args)) >= 475
+    """475 of 500, the task's own threshold, in evaluation: three seeds, two fifths of the budget."""
+    returns = []
+    for seed in (1, 2, 3):
+        run_dir = ppo.train(ppo.Args(total_timesteps=200_000, learning_rate=1e-3, seed=seed))
+        args = ppo.load_checkpoint(run_dir)["args"]
+        args.evaluate, args.eval_episodes = str(run_dir), 20
+        returns += ppo.evaluate(args)
+    assert np.mean(returns) >= 475

@@ -18,9 +18,9 @@ ROOT = Path(__file__).parent.parent
 SCRIPTS = {path.stem: path.read_text() for path in sorted(ROOT.glob("*.py"))}
 CHANGED_LINES = {
     "ppo_shared": 16,
-    "ppo_atari": 60,
-}  # against ppo.py: docstrings and new definitions not counted
-LINES = {"ppo": 447, "ppo_shared": 447, "ppo_atari": 541}
+    "ppo_atari": 80,
+}  # against ppo.py: docstrings, and definitions that one lacks, not counted
+LINES = {"ppo": 490, "ppo_shared": 490, "ppo_atari": 565, "ppo_continuous": 570}
 
 
 def blocks(source: str) -> dict[str, str]:
@@ -57,7 +57,7 @@ PAIRS = [
 @pytest.mark.parametrize("script,name", PAIRS)
 def test_same_name_same_code(script, name):
     ours, canon = blocks(SCRIPTS[script])[name], blocks(SCRIPTS["ppo"])[name]
-    comment = re.search(r"#.*", ours)
+    comment = re.search(r"#.*", re.sub(r"^ *# \d\. .*", "", ours))
     if not (comment and re.match(r"# differs from ppo\.py: \w+", comment[0])):
         diff = difflib.unified_diff(
             canon.split("\n"), ours.split("\n"), "ppo.py", f"{script}.py", lineterm=""
@@ -81,10 +81,13 @@ def test_every_block_is_compared():
 
 @pytest.mark.parametrize("script,budget", CHANGED_LINES.items())
 def test_diff_against_parent(script, budget):
-    """Changed lines: the longer side of each hunk; definitions that the parent lacks do not count."""
+    """Changed lines: the longer side of each hunk; definitions that only one of the two has do not count."""
     ours, parent = SCRIPTS[script], SCRIPTS["ppo"]
-    for name in blocks(ours).keys() - blocks(parent).keys():
-        ours = ours.replace(blocks(ours)[name], "")
+    mine, theirs = blocks(ours), blocks(parent)
+    for name in mine.keys() - theirs.keys():
+        ours = ours.replace(mine[name], "")
+    for name in theirs.keys() - mine.keys():
+        parent = parent.replace(theirs[name], "")
     a, b = (source.split('"""', 2)[2].splitlines() for source in (parent, ours))
     opcodes = difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes()
     changed = sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in opcodes if tag != "equal")
