@@ -149,7 +149,7 @@ class RunningNorm:
 
 
 class NormalizedEnvs(gym.vector.VectorWrapper):
-    """Clips actions; normalizes observations and rewards by statistics that all environments share.
+    """Normalizes observations and rewards by running statistics that all environments share.
 
     As VecNormalize of openai/baselines, and frozen in evaluation. The agent's state includes the statistics.
     """
@@ -157,16 +157,15 @@ class NormalizedEnvs(gym.vector.VectorWrapper):
     def __init__(self, envs: gym.vector.VectorEnv, gamma: float, frozen: bool):
         super().__init__(envs)
         self.gamma, self.frozen, self.returns = gamma, frozen, np.zeros(envs.num_envs)
-        self.low, self.high = envs.single_action_space.low, envs.single_action_space.high
         self.obs_norm, self.return_norm = RunningNorm(envs.single_observation_space.shape), RunningNorm(())
+        self.norms = self.obs_norm, self.return_norm
 
     def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
         obs, info = self.env.reset(**kwargs)
         return self._normalize(obs), info
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
-        # detail 27: the environment takes clipped actions, the update those that were drawn
-        obs, rewards, terminated, truncated, info = self.env.step(actions.clip(self.low, self.high))
+        obs, rewards, terminated, truncated, info = self.env.step(actions)
         self.returns = self.gamma * self.returns + rewards
         if not self.frozen:
             self.return_norm.update(self.returns)
@@ -179,18 +178,16 @@ class NormalizedEnvs(gym.vector.VectorWrapper):
 
     def merge_statistics(self):
         """Take those of all processes of torchrun, which have seen as many steps, for one."""
-        for norm in (self.obs_norm, self.return_norm) if WORLD_SIZE > 1 else ():
+        for norm in self.norms if WORLD_SIZE > 1 else ():
             moments = torch.from_numpy(np.stack((norm.mean, norm.var + norm.mean**2)))
             torch.distributed.all_reduce(moments)
             norm.mean[...], second = moments.numpy() / WORLD_SIZE
             norm.var[...] = second - norm.mean**2
 
-    def _normalize(self, obs: np.ndarray) -> np.ndarray:
+    def _normalize(self, obs: np.ndarray) -> np.ndarray:  # details 28 and 29: normalization and clipping
         if not self.frozen:
             self.obs_norm.update(obs)
-        return self.obs_norm(
-            obs, self.obs_norm.mean
-        )  # details 28 and 29: observation normalization, clipping
+        return self.obs_norm(obs, self.obs_norm.mean)
 
 
 def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.vector.VectorEnv:
@@ -211,6 +208,9 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
         fail(f"{args.env_id} acts in {action_space}: try ppo.py or ppo_multidiscrete.py")
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
         fail(f"{args.env_id} observes {obs_space}: this script takes vectors")
+    low, high = action_space.low, action_space.high
+    # detail 27: the environment takes clipped actions, the update those that were drawn
+    envs = gym.wrappers.vector.TransformAction(envs, lambda actions: actions.clip(low, high))
     return NormalizedEnvs(envs, args.gamma, frozen=args.evaluate is not None)
 
 
@@ -251,7 +251,7 @@ class Agent(nn.Module):  # differs from ppo.py: Gaussian actions, statistics of 
     def __init__(self, envs: gym.vector.VectorEnv):
         super().__init__()
         obs_dim, self.act_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
-        self.norms = envs.obs_norm, envs.return_norm
+        self.norms = envs.norms
         self.actor = MLP(  # detail 26: separate networks
             layer_init(nn.Linear(obs_dim, 64)), nn.Tanh(),
             layer_init(nn.Linear(64, 64)), nn.Tanh(),

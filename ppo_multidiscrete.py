@@ -1,0 +1,618 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["gymnasium[mujoco]>=1.4", "numpy", "tensorboard", "torch>=2.6", "tqdm", "tyro>=1"]
+# ///
+"""PPO for actions of several discrete components, with invalid-action masks: ppo.py and detail 37.
+
+    python ppo_multidiscrete.py --env-id HalfCheetah-v4     # cuts continuous actions into 11 bins
+    python ppo_multidiscrete.py --resume runs/NAME          # go on with a run that was stopped
+    python ppo_multidiscrete.py --evaluate runs/NAME        # play full episodes with its agent
+    torchrun --nproc-per-node 4 ppo_multidiscrete.py --num-envs 4     # the work shared out over 4
+
+An environment may say what is valid in info["action_mask"], booleans (S,), one component after the other; or
+(nvec[0], 1 + S - nvec[0]), for each choice of the first component: if it is valid, and what of the others.
+
+Paper    Schulman et al. 2017, https://arxiv.org/abs/1707.06347; masks: https://arxiv.org/abs/2006.14171
+Details  numbered as in https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details
+Shapes   T = num_steps, N = num_envs / processes, M = T * N / num_minibatches; K = len(nvec), S = sum(nvec)
+"""
+
+import atexit
+import os
+import pickle
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+SCRIPT = Path(__file__).stem
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+
+# === Arguments ===============================================================================
+
+
+@dataclass
+class Args:
+    env_id: str = "HalfCheetah-v4"  # Gymnasium id of the task
+    total_timesteps: int = 1_000_000  # environment steps, summed over the parallel environments
+    seed: int = 1  # seeds PyTorch and the environments; nothing else is random
+
+    # rollout
+    num_envs: int = 1  # parallel environments, shared out over torchrun's processes
+    num_steps: int = 2048  # steps per environment and rollout (T)
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # GAE: 0 is the one-step advantage, 1 is Monte Carlo
+    num_bins: int = 11  # choices that a dimension of a continuous action is cut into
+    normalize: bool = True  # observations and rewards by running statistics
+    mask_actions: bool = True  # keep to what an environment's masks call valid
+    bootstrap_truncated: bool = False  # value what lies beyond a time limit instead of taking it for the end
+
+    # update
+    learning_rate: float = 3e-4  # Adam's, before annealing
+    anneal_lr: bool = True  # decay the learning rate linearly to 0
+    update_epochs: int = 10  # passes over each rollout
+    num_minibatches: int = 32  # minibatches per pass
+    norm_adv: bool = True  # normalize advantages within each minibatch
+    clip_coef: float = 0.2  # clip range of the policy ratio, and of the value if clip_vloss
+    anneal_clip: bool = False  # decay the clip range linearly to 0
+    clip_vloss: bool = True  # clip the value loss too
+    ent_coef: float = 0.0  # weight of the entropy bonus
+    vf_coef: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # clip of the global gradient norm
+    target_kl: float | None = None  # skip the update's remaining epochs above this KL divergence
+
+    # run
+    device: Literal["cpu", "cuda"] = "cpu"  # where the networks run
+    compile: bool = False  # torch.compile what the device runs
+    track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
+    wandb_project_name: str = "ppo"  # Weights & Biases project
+    wandb_entity: str | None = None  # Weights & Biases user or team
+    save_every: int = 100  # iterations between checkpoints
+    resume: str | None = None  # run folder to continue, with its own arguments where no flag is given
+    evaluate: str | None = None  # run folder whose agent to evaluate instead of training
+    eval_episodes: int = 10  # full episodes of --evaluate
+    capture_video: bool = False  # record the episodes of --evaluate in the run folder
+
+    @property
+    def batch_size(self) -> int:
+        return self.num_envs * self.num_steps
+
+    @property
+    def num_iterations(self) -> int:
+        return self.total_timesteps // self.batch_size
+
+
+def fail(message: object) -> NoReturn:
+    """A mistake of the user, not a bug: one line on stderr and exit code 2."""
+    print(f"{SCRIPT}.py: error: {' '.join(str(message).split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse_args() -> Args:
+    args = tyro.cli(Args)
+    if run_dir := args.resume or args.evaluate:
+        saved = load_checkpoint(run_dir)["args"]
+        args = tyro.cli(Args, default=saved)
+        for name in ("env_id", "seed", "num_envs", "num_steps") if args.resume else ():
+            if getattr(args, name) != getattr(saved, name):
+                fail(f"--resume cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
+    for name, value in asdict(args).items():
+        if type(value) is int and value < (name != "seed") or type(value) is float and not value >= 0:
+            fail(f"{name} cannot be {value}")
+    minibatch_size, rest = divmod(args.batch_size // WORLD_SIZE, args.num_minibatches)
+    for mistake, message in (
+        (args.resume and args.evaluate, "give --resume or --evaluate, not both"),
+        (args.capture_video and not args.evaluate, "--capture-video records the episodes of --evaluate"),
+        (args.seed >= 2**31, "seed must be below 2**31"),
+        (args.num_iterations < 1, "total_timesteps must be at least num_envs * num_steps"),
+        (args.num_envs % WORLD_SIZE, f"the {WORLD_SIZE} processes of torchrun must divide num_envs"),
+        (rest, "num_minibatches must divide num_envs * num_steps"),
+        (minibatch_size == 1, "a minibatch must hold more than one step"),
+        (args.device == "cuda" and not torch.cuda.is_available(), "--device cuda: PyTorch finds no GPU"),
+    ):
+        if mistake:
+            fail(message)
+    return args
+
+
+# === Environment =============================================================================
+
+
+class RunningNorm:
+    """Normalizes arrays (n, ...) by the mean and variance of all that were seen, clipped to [-10, 10].
+
+    The state changes in place only: whoever holds a view of it sees the current one.
+    """
+
+    def __init__(self, shape: tuple[int, ...]):
+        self.mean, self.var, self.count = np.zeros(shape), np.ones(shape), np.full((), 1e-4)
+
+    def update(self, x: np.ndarray):
+        """Chan et al.'s parallel update, http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf"""
+        n, share = len(x), len(x) / (self.count + len(x))
+        mean = x.sum(0) / n  # sums, as mean() and var() take twice their time
+        delta, var = mean - self.mean, ((x - mean) ** 2).sum(0) / n
+        self.var += share * (var - self.var + (1 - share) * delta**2)
+        self.mean += share * delta
+        self.count += n
+
+    def __call__(self, x: np.ndarray, mean: np.ndarray | float) -> np.ndarray:
+        return ((x - mean) / np.sqrt(self.var + 1e-8)).clip(-10, 10)
+
+
+class NormalizedEnvs(gym.vector.VectorWrapper):
+    """Normalizes observations and rewards by running statistics that all environments share.
+
+    As VecNormalize of openai/baselines, and frozen in evaluation. The agent's state includes the statistics.
+    """
+
+    def __init__(self, envs: gym.vector.VectorEnv, gamma: float, frozen: bool):
+        super().__init__(envs)
+        self.gamma, self.frozen, self.returns = gamma, frozen, np.zeros(envs.num_envs)
+        self.obs_norm, self.return_norm = RunningNorm(envs.single_observation_space.shape), RunningNorm(())
+        self.norms = self.obs_norm, self.return_norm
+
+    def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
+        obs, info = self.env.reset(**kwargs)
+        return self._normalize(obs), info
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+        obs, rewards, terminated, truncated, info = self.env.step(actions)
+        self.returns = self.gamma * self.returns + rewards
+        if not self.frozen:
+            self.return_norm.update(self.returns)
+        rewards = self.return_norm(rewards, mean=0)  # details 30 and 31: reward scaling and clipping
+        self.returns[terminated | truncated] = 0
+        if "final_obs" in info:
+            for i in info["_final_obs"].nonzero()[0]:
+                info["final_obs"][i] = self.obs_norm(info["final_obs"][i], self.obs_norm.mean)
+        return self._normalize(obs), rewards, terminated, truncated, info
+
+    def merge_statistics(self):
+        """Take those of all processes of torchrun, which have seen as many steps, for one."""
+        for norm in self.norms if WORLD_SIZE > 1 else ():
+            moments = torch.from_numpy(np.stack((norm.mean, norm.var + norm.mean**2)))
+            torch.distributed.all_reduce(moments)
+            norm.mean[...], second = moments.numpy() / WORLD_SIZE
+            norm.var[...] = second - norm.mean**2
+
+    def _normalize(self, obs: np.ndarray) -> np.ndarray:  # details 28 and 29: normalization and clipping
+        if not self.frozen:
+            self.obs_norm.update(obs)
+        return self.obs_norm(obs, self.obs_norm.mean)
+
+
+def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.vector.VectorEnv:
+    # differs from ppo.py: actions of several components
+    """Vectorized environments, each reset within the step that ends its episode."""
+    options = dict(wrappers=[gym.wrappers.RecordEpisodeStatistics])
+    if video_dir:
+        record = dict(video_folder=str(video_dir), episode_trigger=lambda n: n < args.eval_episodes)
+        options["wrappers"].append(lambda env: gym.wrappers.RecordVideo(env, **record))
+        options["render_mode"] = "rgb_array"
+    same_step = dict(autoreset_mode=gym.vector.AutoresetMode.SAME_STEP, copy=False)
+    try:  # detail 1: vectorized architecture
+        envs = gym.make_vec(args.env_id, num_envs, "sync", vector_kwargs=same_step, **options)
+    except (gym.error.Error, ImportError) as error:
+        fail(f"--env-id {args.env_id}: {error}")
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    if (
+        isinstance(action_space, gym.spaces.Box)
+        and len(action_space.shape) == 1
+        and action_space.is_bounded()
+    ):
+        bins = np.linspace(action_space.low, action_space.high, args.num_bins)  # (num_bins, K)
+        action_space = gym.spaces.MultiDiscrete([args.num_bins] * bins.shape[1])
+        binned = lambda actions: np.take_along_axis(bins, actions, 0)  # noqa: E731
+        batch_space = gym.vector.utils.batch_space(action_space, num_envs)
+        envs = gym.wrappers.vector.TransformAction(envs, binned, batch_space, action_space)
+    if not isinstance(action_space, gym.spaces.MultiDiscrete) or action_space.nvec.ndim != 1:
+        fail(f"{args.env_id} acts in {action_space}: try ppo.py or ppo_continuous.py")
+    if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
+        fail(f"{args.env_id} observes {obs_space}: this script takes vectors and images")
+    return NormalizedEnvs(envs, args.gamma, frozen=args.evaluate is not None) if args.normalize else envs
+
+
+# === Agent ===================================================================================
+
+
+class Categorical:
+    """Distribution over the last axis of logits, without the checks that make torch.distributions slow."""
+
+    def __init__(self, logits: Tensor):
+        self.logprobs = logits.log_softmax(-1)
+
+    def sample(self) -> Tensor:  # (...), by the Gumbel-max trick: -log of an exponential is a Gumbel variable
+        return (self.logprobs - torch.empty_like(self.logprobs).exponential_().log_()).argmax(-1)
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        return self.logprobs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+
+    def entropy(self) -> Tensor:
+        return -(self.logprobs.exp() * self.logprobs).sum(-1)
+
+
+class MultiCategorical(Categorical):
+    """Independent components, the axis before the last of logits (..., K, n): detail 37."""
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        return super().log_prob(action).sum(-1)
+
+    def entropy(self) -> Tensor:
+        return super().entropy().sum(-1)
+
+
+def layer_init(layer: nn.Module, std: float = 2**0.5) -> nn.Module:
+    nn.init.orthogonal_(layer.weight, std)  # detail 2: orthogonal weights, zero biases
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class MLP(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer.forward(x)  # skips the look for hooks: a quarter of a small network's time
+        return x
+
+
+class Agent(nn.Module):  # differs from ppo.py: actions of several components, masks, statistics, images
+    def __init__(self, envs: gym.vector.VectorEnv):
+        super().__init__()
+        obs_shape, nvec = envs.single_observation_space.shape, envs.single_action_space.nvec.tolist()
+        self.norms, self.num_first, size = getattr(envs, "norms", ()), nvec[0], sum(nvec)
+        # which logits are a component's, (K, max(nvec)); where it has fewer choices, one past the last
+        slots = nn.utils.rnn.pad_sequence(torch.arange(size).split(nvec), True, padding_value=size)
+        self.register_buffer("slots", slots, persistent=False)
+        if len(obs_shape) == 3:  # (height, width, channels): a small board, such as that of Microrts
+            board = nn.Sequential(
+                layer_init(nn.Conv2d(obs_shape[2], 16, 3, stride=2)), nn.ReLU(),
+                layer_init(nn.Conv2d(16, 32, 2)), nn.ReLU(), nn.Flatten(),
+            )  # fmt: skip
+            features = board(torch.zeros(1, *obs_shape).movedim(-1, 1)).shape[1]
+            self.network = nn.Sequential(board, layer_init(nn.Linear(features, 128)), nn.ReLU())
+            self.actor = layer_init(nn.Linear(128, size), std=0.01)
+            self.critic = layer_init(nn.Linear(128, 1), std=1.0)
+        else:
+            self.network = nn.Identity()
+            self.actor = MLP(
+                layer_init(nn.Linear(obs_shape[0], 64)), nn.Tanh(),
+                layer_init(nn.Linear(64, 64)), nn.Tanh(),
+                layer_init(nn.Linear(64, size), std=0.01),
+            )  # fmt: skip
+            self.critic = MLP(
+                layer_init(nn.Linear(obs_shape[0], 64)), nn.Tanh(),
+                layer_init(nn.Linear(64, 64)), nn.Tanh(),
+                layer_init(nn.Linear(64, 1), std=1.0),
+            )  # fmt: skip
+
+    def forward(self, obs: Tensor, mask: Tensor) -> tuple[MultiCategorical, Tensor]:
+        """Policy and value (N,) of observations (N, ...), with what is valid of it (N, S)."""
+        hidden = self.network(obs.float().movedim(-1, 1) if obs.ndim == 4 else obs.float())
+        logits = self.actor(hidden).masked_fill(~mask, -1e8)  # auxiliary detail 4: invalid-action masking
+        dist = MultiCategorical(F.pad(logits, (0, 1), value=-1e8)[..., self.slots])
+        return dist, self.critic(hidden).squeeze(-1)
+
+    def act(self, obs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Actions (N, K), sampled, with their masks (N, S), log-probabilities and values (N,).
+
+        mask: as the environments offer it, (N, S) or (N, nvec[0], 1 + S - nvec[0]).
+        """
+        mask = mask.bool()
+        if mask.ndim == 2:
+            dist, value = self(obs, mask)
+            action = dist.sample()
+        else:  # choose the first component, which says what is valid of the others
+            everything = mask.new_ones((len(mask), mask.shape[1] + mask.shape[2] - 1))
+            first = torch.cat((mask[:, :, 0], everything[:, self.num_first :]), -1)
+            chosen = self(obs, first)[0].sample()[:, 0]
+            mask = torch.cat((mask[:, :, 0], mask[torch.arange(len(mask)), chosen, 1:]), -1)
+            dist, value = self(obs, mask)
+            action = dist.sample()
+            action[:, 0] = chosen
+        return action, mask, dist.log_prob(action), value
+
+    def get_extra_state(self) -> list[Tensor]:
+        """What state_dict() holds beside the parameters: the normalizers."""
+        return [torch.as_tensor(x) for norm in self.norms for x in (norm.mean, norm.var, norm.count)]
+
+    def set_extra_state(self, state: list[Tensor]):
+        for x, saved in zip(self.get_extra_state(), state, strict=True):
+            x.copy_(saved)
+
+
+# === Algorithm ===============================================================================
+
+
+def compute_gae(rewards, values, dones, next_value, gamma: float, lam: float) -> Tensor:
+    """Advantages (T, N) as in eq. 16 of Schulman et al. 2016, https://arxiv.org/abs/1506.02438.
+
+    rewards, values, dones: (T, N); dones[t] is 1 if step t ended an episode. next_value: (N,), of next_obs.
+    """
+    deltas = rewards + gamma * (1 - dones) * torch.cat((values[1:], next_value[None])) - values
+    decay, advantages, advantage = gamma * lam * (1 - dones), torch.empty_like(deltas), 0.0
+    for t in reversed(range(len(deltas))):  # detail 5: generalized advantage estimation
+        advantages[t] = advantage = deltas[t] + decay[t] * advantage
+    return advantages
+
+
+def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) -> tuple[Tensor, dict]:
+    """Loss of a minibatch of tensors (M, ...), and the diagnostics to log."""
+    # differs from ppo.py: masks
+    dist, value = agent(batch["obs"], batch["masks"])
+    logratio = dist.log_prob(batch["actions"]) - batch["logprobs"]
+    ratio, advantages = logratio.exp(), batch["advantages"]
+    if args.norm_adv:  # detail 7: advantage normalization, per minibatch (with the blog's unbiased std)
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    clipped_ratio = ratio.clamp(1 - clip, 1 + clip)  # detail 8: clipped surrogate objective
+    pg_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
+
+    v_loss = (value - batch["returns"]) ** 2
+    if args.clip_vloss:  # detail 9: value loss clipping
+        clipped_value = batch["values"] + (value - batch["values"]).clamp(-clip, clip)
+        v_loss = torch.max(v_loss, (clipped_value - batch["returns"]) ** 2)
+    v_loss = 0.5 * v_loss.mean()
+
+    entropy = dist.entropy().mean()
+    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss  # detail 10: overall loss
+    with torch.no_grad():  # detail 12: debug variables; KL as in http://joschu.net/blog/kl-approx.html
+        info = dict(policy_loss=pg_loss.detach(), value_loss=v_loss.detach(), entropy=entropy.detach())
+        info |= dict(old_approx_kl=-logratio.mean(), approx_kl=(ratio - 1 - logratio).mean())
+        info |= dict(clipfrac=((ratio - 1).abs() > clip).float().mean())
+    return loss, info
+
+
+# === Logging and checkpoints =================================================================
+
+
+class Logger:
+    """TensorBoard, Weights & Biases with --track, and a progress bar: plain lines if no terminal."""
+
+    def __init__(self, args: Args, run_dir: Path, first_step: int):
+        if args.track:
+            try:
+                import wandb
+            except ImportError as error:
+                fail(f"--track: {error}; pip install wandb")
+            account = dict(project=args.wandb_project_name, entity=args.wandb_entity)
+            same_run = dict(id=run_dir.name, name=run_dir.name, resume="allow")  # when this one is resumed
+            try:
+                wandb.init(**account, **same_run, config=asdict(args), sync_tensorboard=True)
+            except wandb.Error as error:
+                fail(f"--track: {error}")
+        self.writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
+        self.writer.add_text("args", "\n".join(f"    {k}: {v}" for k, v in asdict(args).items()))
+        style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
+        total = args.num_iterations * args.batch_size
+        self.bar = tqdm(total=total, initial=first_step, unit="step", unit_scale=True, **style)
+        atexit.register(self.close)  # a crash loses no logs
+
+    def log(self, step: int, scalars: dict[str, float], episodes: list[tuple[int, float, int]], status: str):
+        """Log scalars at step, and each episode, (end, return, length), at the step that ended it."""
+        for end, episodic_return, length in episodes:
+            self.writer.add_scalar("charts/episodic_return", episodic_return, end)
+            self.writer.add_scalar("charts/episodic_length", length, end)
+        for name, value in scalars.items():
+            if np.isfinite(value):  # not the explained variance of equal returns
+                self.writer.add_scalar(name, value, step)
+        self.bar.set_postfix_str(status, refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    def close(self):
+        self.bar.close()
+        self.writer.close()
+
+
+def save_checkpoint(run_dir: Path, **state):
+    """Atomically, so that a kill leaves the old one or the new one."""
+    torch.save(dict(script=SCRIPT, **state), run_dir / "checkpoint.tmp")
+    (run_dir / "checkpoint.tmp").replace(run_dir / "checkpoint.pt")
+
+
+def load_checkpoint(run_dir: str) -> dict:
+    """What train() saved in run_dir, with its Args."""
+    path = Path(run_dir) / "checkpoint.pt"
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["script"] == SCRIPT:
+            return state | dict(args=Args(**state["args"]))
+    except (OSError, EOFError, RuntimeError, LookupError, TypeError, pickle.UnpicklingError) as error:
+        fail(f"{path} is no readable checkpoint: {str(error)[:150]}")
+    fail(f"{path} is a checkpoint of {state['script']}.py")
+
+
+# === Training ================================================================================
+
+
+def over_processes(operation: str, x: float | Tensor) -> float:
+    """SUM or MAX of a number over the processes of torchrun."""
+    x = torch.as_tensor(x, dtype=torch.float32)
+    if WORLD_SIZE > 1:
+        torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, operation))
+    return x.item()
+
+
+@torch.no_grad()  # but for the update
+def train(args: Args, stop: Sequence[int] = ()) -> Path:
+    """Train and return the run folder; a signal number in stop ends it after the iteration, saved."""
+    torch.manual_seed(args.seed)
+    if WORLD_SIZE > 1:
+        torch.distributed.init_process_group()
+        atexit.register(torch.distributed.destroy_process_group)
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    torch.set_num_threads(1)  # the networks are small: a second thread only costs
+    torch.set_flush_denormal(True)  # the moments of dead units fade into numbers that slow Adam down fivefold
+    T, N = args.num_steps, args.num_envs // WORLD_SIZE
+    envs = make_env(args, N)
+    agent = Agent(envs).to(args.device)
+    parameters = list(agent.parameters())
+    flat = nn.Parameter(nn.utils.parameters_to_vector(parameters))  # one tensor clips and steps faster;
+    nn.utils.vector_to_parameters(flat, parameters)  # the parameters become views of it
+    lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
+    optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
+    run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns() // 1000}"
+    run_dir, first_iteration, last_returns = Path("runs", run_name.replace("/", "-")), 0, deque(maxlen=100)
+    if args.resume:
+        run_dir, state = Path(args.resume), load_checkpoint(args.resume)
+        first_iteration = state["iteration"]
+        last_returns.extend(state["last_returns"])
+        agent.load_state_dict(state["agent"])
+        optimizer.load_state_dict(state["optimizer"])
+    saved, first_step, start = first_iteration, first_iteration * args.batch_size, time.time()
+    if RANK == 0:
+        logger = Logger(args, run_dir, first_step)
+        print(run_dir)
+
+    act = agent.act
+
+    def update(batch: dict[str, Tensor], clip: float) -> dict[str, Tensor]:
+        with torch.enable_grad():
+            loss, info = ppo_loss(agent, batch, clip, args)
+        flat.grad = torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, parameters)])
+        if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients, averaged over the processes of torchrun
+            torch.distributed.all_reduce(flat.grad)
+            flat.grad /= WORLD_SIZE
+        flat.grad *= (args.max_grad_norm / (flat.grad.norm() + 1e-6)).clamp(max=1)  # detail 11: clipping
+        optimizer.step()
+        return info
+
+    if args.compile:
+        act, update = (torch.compile(function, mode="reduce-overhead") for function in (act, update))
+
+    nvec = envs.single_action_space.nvec
+    obs = torch.zeros((T, *envs.observation_space.shape), device=args.device)
+    actions = torch.zeros((T, N, len(nvec)), dtype=torch.int64, device=args.device)
+    masks = torch.ones((T, N, nvec.sum()), dtype=torch.bool, device=args.device)
+    everything = np.ones((N, nvec.sum()), bool)  # is valid where an environment offers no mask
+    logprobs, values = torch.zeros((2, T, N), device=args.device)
+    rewards, dones = np.zeros((2, T, N), np.float32)
+    next_obs, info = envs.reset(seed=args.seed + first_step + RANK * N)  # a resumed run begins new episodes
+    for iteration in range(first_iteration, args.num_iterations):
+        if args.normalize:
+            envs.merge_statistics()
+        # seeded anew in every iteration, so that there is no random state to save and resume
+        torch.manual_seed(int(np.random.SeedSequence((args.seed, iteration, RANK)).generate_state(1)[0]))
+        frac = 1 - iteration / args.num_iterations
+        if args.anneal_lr:  # detail 4: learning rate annealing
+            optimizer.param_groups[0]["lr"].fill_(args.learning_rate * frac)
+        clip = args.clip_coef * (frac if args.anneal_clip else 1)  # auxiliary detail 1: clip range annealing
+        step, episodes, infos = iteration * args.batch_size, [], []
+
+        # 1. rollout
+        # differs from ppo.py: masks, and networks too large for acting in NumPy
+        for t in range(T):
+            obs[t] = torch.as_tensor(next_obs)
+            offered = torch.as_tensor(
+                info.get(args.mask_actions and "action_mask", everything), device=args.device
+            )
+            actions[t], masks[t], logprobs[t], values[t] = act(obs[t], offered)
+            next_obs, rewards[t], terminated, truncated, info = envs.step(actions[t].cpu().numpy())
+            dones[t] = terminated | truncated
+            step += args.num_envs
+            if "final_info" in info:
+                stats, ended = info["final_info"]["episode"], info["final_info"]["_episode"]
+                returns, lengths = stats["r"][ended].tolist(), stats["l"][ended].tolist()
+                episodes += [(step, *episode) for episode in zip(returns, lengths, strict=True)]
+            if args.bootstrap_truncated and (cut := truncated & ~terminated).any():  # beyond the blog
+                final_obs = torch.as_tensor(np.stack(info["final_obs"][cut]), device=args.device)
+                rewards[t, cut] += args.gamma * agent(final_obs, masks[t, cut])[1].cpu().numpy()
+        data = dict(obs=obs, actions=actions, masks=masks, logprobs=logprobs, values=values)
+        data |= dict(rewards=rewards, dones=dones)
+        data = {name: torch.as_tensor(x, device=args.device) for name, x in data.items()}
+
+        # 2. advantages and value targets
+        # differs from ppo.py: masks, which values do not need
+        next_value = agent(torch.as_tensor(next_obs, device=args.device), masks[-1])[1]
+        r, v, d = data.pop("rewards"), data["values"], data.pop("dones")
+        data["advantages"] = compute_gae(r, v, d, next_value, args.gamma, args.gae_lambda)
+        data["returns"] = data["advantages"] + v
+        data = {name: x.flatten(0, 1) for name, x in data.items()}  # (T, N, ...) -> (B, ...)
+
+        # 3. update
+        for _ in range(args.update_epochs):
+            shuffled = torch.randperm(T * N, device=args.device)  # detail 6: shuffled minibatches
+            for indices in shuffled.chunk(args.num_minibatches):
+                infos.append(update({name: x[indices] for name, x in data.items()}, clip))
+            if args.target_kl is not None:  # auxiliary detail 3: early stopping
+                if over_processes("SUM", infos[-1]["approx_kl"]) / WORLD_SIZE > args.target_kl:
+                    break
+
+        # 4. log and save
+        scalars = {f"losses/{k}": x.item() for k, x in infos[-1].items()}  # the last minibatch's, as the blog
+        scalars["losses/clipfrac"] = torch.stack([info["clipfrac"] for info in infos]).mean().item()
+        if not np.isfinite(list(scalars.values())).all():
+            good = f"{run_dir}/checkpoint.pt, of iteration {saved}" if saved else "none"
+            sys.exit(f"iteration {iteration + 1}: {scalars} are not finite; last good checkpoint: {good}")
+        scalars["losses/explained_variance"] = (1 - data["advantages"].var() / data["returns"].var()).item()
+        scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
+        scalars["charts/SPS"] = (step - first_step) / (time.time() - start)
+        last_returns.extend(episodic_return for _, episodic_return, _ in episodes)
+        if RANK == 0:
+            logger.log(step, scalars, episodes, f"return {np.mean(last_returns or 0):.1f}")
+        signum = int(over_processes("MAX", stop[0] if stop else 0))
+        due = (iteration + 1) % args.save_every == 0 or iteration + 1 == args.num_iterations
+        if RANK == 0 and (due or signum):
+            saved = iteration + 1
+            logger.writer.flush()
+            state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), iteration=saved)
+            state |= dict(last_returns=list(last_returns), args=asdict(args) | dict(resume=None))
+            save_checkpoint(run_dir, **state)
+        if signum:
+            sys.exit(128 + signum)
+    if RANK == 0:
+        logger.close()
+    return run_dir
+
+
+# === Evaluation ==============================================================================
+
+
+@torch.no_grad()
+def evaluate(args: Args) -> list[float]:
+    # differs from ppo.py: masks
+    """Returns of full episodes of a run's agent, which samples its actions as in training."""
+    torch.manual_seed(args.seed)
+    envs = make_env(args, 1, Path(args.evaluate) / "videos" if args.capture_video else None)
+    agent, returns = Agent(envs).to(args.device), []
+    try:
+        agent.load_state_dict(load_checkpoint(args.evaluate)["agent"])
+    except RuntimeError as error:
+        fail(f"the agent of {args.evaluate} does not fit {args.env_id}: {error}")
+    everything = np.ones((1, envs.single_action_space.nvec.sum()), bool)
+    obs, info = envs.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # no seed of training
+    while len(returns) < args.eval_episodes:
+        offered = torch.as_tensor(
+            info.get(args.mask_actions and "action_mask", everything), device=args.device
+        )
+        action, *_ = agent.act(torch.as_tensor(obs, device=args.device), offered)
+        obs, _, _, _, info = envs.step(action.cpu().numpy())
+        if "final_info" in info:
+            returns += info["final_info"]["episode"]["r"].tolist()
+    envs.close()
+    return returns
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    if args.evaluate:
+        returns = evaluate(args)
+        print(f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes")
+    else:
+        stop = []  # the first signal ends the run after its iteration, a second one at once
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, lambda n, _: stop.append(n) or signal.signal(n, signal.SIG_DFL))
+        train(args, stop)
