@@ -136,7 +136,7 @@ class RunningNorm:
         self.mean, self.var, self.count = np.zeros(shape), np.ones(shape), np.full((), 1e-4)
 
     def update(self, x: np.ndarray):
-        """Chan et al.'s parallel update, http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf"""
+        """The parallel update of Chan, Golub and LeVeque, 1979."""
         n, share = len(x), len(x) / (self.count + len(x))
         mean = x.sum(0) / n  # sums, as mean() and var() take twice their time
         delta, var = mean - self.mean, ((x - mean) ** 2).sum(0) / n
@@ -162,19 +162,23 @@ class NormalizedEnvs(gym.vector.VectorWrapper):
 
     def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
         obs, info = self.env.reset(**kwargs)
-        return self._normalize(obs), info
+        if not self.frozen and self.obs_norm.count < 1:  # a resumed run has counted its first observations
+            self.obs_norm.update(obs)
+        return self.obs_norm(obs, self.obs_norm.mean), info
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         obs, rewards, terminated, truncated, info = self.env.step(actions)
         self.returns = self.gamma * self.returns + rewards
         if not self.frozen:
             self.return_norm.update(self.returns)
+            self.obs_norm.update(obs)
         rewards = self.return_norm(rewards, mean=0)  # details 30 and 31: reward scaling and clipping
         self.returns[terminated | truncated] = 0
         if "final_obs" in info:
             for i in info["_final_obs"].nonzero()[0]:
                 info["final_obs"][i] = self.obs_norm(info["final_obs"][i], self.obs_norm.mean)
-        return self._normalize(obs), rewards, terminated, truncated, info
+        obs = self.obs_norm(obs, self.obs_norm.mean)  # details 28 and 29: normalization and clipping
+        return obs, rewards, terminated, truncated, info
 
     def merge_statistics(self):
         """Take those of all processes of torchrun, which have seen as many steps, for one."""
@@ -183,11 +187,6 @@ class NormalizedEnvs(gym.vector.VectorWrapper):
             torch.distributed.all_reduce(moments)
             norm.mean[...], second = moments.numpy() / WORLD_SIZE
             norm.var[...] = second - norm.mean**2
-
-    def _normalize(self, obs: np.ndarray) -> np.ndarray:  # details 28 and 29: normalization and clipping
-        if not self.frozen:
-            self.obs_norm.update(obs)
-        return self.obs_norm(obs, self.obs_norm.mean)
 
 
 def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.vector.VectorEnv:
@@ -430,11 +429,11 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns() // 1000}"
     run_dir, first_iteration, last_returns = Path("runs", run_name.replace("/", "-")), 0, deque(maxlen=100)
     if args.resume:
-        run_dir, state = Path(args.resume), load_checkpoint(args.resume)
-        first_iteration = state["iteration"]
-        last_returns.extend(state["last_returns"])
-        agent.load_state_dict(state["agent"])
-        optimizer.load_state_dict(state["optimizer"])
+        run_dir, checkpoint = Path(args.resume), load_checkpoint(args.resume)
+        first_iteration = checkpoint["iteration"]
+        last_returns.extend(checkpoint["last_returns"])
+        agent.load_state_dict(checkpoint["agent"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
     saved, first_step, start = first_iteration, first_iteration * args.batch_size, time.time()
     if RANK == 0:
         logger = Logger(args, run_dir, first_step)
@@ -522,9 +521,9 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         if RANK == 0 and (due or signum):
             saved = iteration + 1
             logger.writer.flush()
-            state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), iteration=saved)
-            state |= dict(last_returns=list(last_returns), args=asdict(args) | dict(resume=None))
-            save_checkpoint(run_dir, **state)
+            checkpoint = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), iteration=saved)
+            checkpoint |= dict(last_returns=list(last_returns), args=asdict(args) | dict(resume=None))
+            save_checkpoint(run_dir, **checkpoint)
         if signum:
             sys.exit(128 + signum)
     if RANK == 0:

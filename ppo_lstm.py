@@ -472,11 +472,11 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns() // 1000}"
     run_dir, first_iteration, last_returns = Path("runs", run_name.replace("/", "-")), 0, deque(maxlen=100)
     if args.resume:
-        run_dir, state = Path(args.resume), load_checkpoint(args.resume)
-        first_iteration = state["iteration"]
-        last_returns.extend(state["last_returns"])
-        agent.load_state_dict(state["agent"])
-        optimizer.load_state_dict(state["optimizer"])
+        run_dir, checkpoint = Path(args.resume), load_checkpoint(args.resume)
+        first_iteration = checkpoint["iteration"]
+        last_returns.extend(checkpoint["last_returns"])
+        agent.load_state_dict(checkpoint["agent"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
     saved, first_step, start = first_iteration, first_iteration * args.batch_size, time.time()
     if RANK == 0:
         logger = Logger(args, run_dir, first_step)
@@ -580,9 +580,9 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         if RANK == 0 and (due or signum):
             saved = iteration + 1
             logger.writer.flush()
-            state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), iteration=saved)
-            state |= dict(last_returns=list(last_returns), args=asdict(args) | dict(resume=None))
-            save_checkpoint(run_dir, **state)
+            checkpoint = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), iteration=saved)
+            checkpoint |= dict(last_returns=list(last_returns), args=asdict(args) | dict(resume=None))
+            save_checkpoint(run_dir, **checkpoint)
         if signum:
             sys.exit(128 + signum)
     if RANK == 0:

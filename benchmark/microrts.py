@@ -54,7 +54,7 @@ OldEnv, specs = load()
 
 
 class Microrts(gym.Env):
-    """One of gym_microrts's environments. info["action_mask"]: (cells, 1 + S - cells), by the unit that acts."""
+    """One of gym_microrts's environments; info["action_mask"] is (cells, 1 + S - cells), by acting unit."""
 
     def __init__(self, **kwargs):
         self.env = OldEnv(**kwargs)

@@ -81,6 +81,17 @@ class Aligned(Probe):
         return float(action) * self.t / 16
 
 
+class AlignedBox(Aligned):
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+
+    def step(self, action):
+        return super().step(10 * action[0])
+
+
+class AlignedMulti(AlignedBox):
+    action_space = gym.spaces.MultiDiscrete([2, 3])
+
+
 class Cut(Probe):
     """The reward is 1 at every step and a time limit cuts after 4 steps; the last observation is marked."""
 
@@ -114,7 +125,83 @@ class Crash(Aligned):
 
 
 class BoxActions(Probe):
+    """Remembers the actions that it was given."""
+
     action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    length = 16
+    taken = []
+
+    def reward(self, action):
+        return 1.0
+
+    def step(self, action):
+        BoxActions.taken.append(np.array(action))
+        return super().step(action[0])
+
+
+class RewardByContinuousAction(RewardByObservation):
+    """One step; the reward falls with the distance of the action from half of what was seen."""
+
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+
+    def step(self, action):
+        self.action = float(action[0])
+        return super().step(0)
+
+    def reward(self, action):
+        return 1 - abs(self.action - 0.5 * self.sign)
+
+
+class CutBox(Cut):
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+
+
+class Match(gym.Env):
+    """Names one choice of each of three components; the reward is the share that was matched."""
+
+    action_space = gym.spaces.MultiDiscrete([2, 3, 4])
+    observation_space = gym.spaces.Box(0, 1, (9,), np.float32)
+
+    def observe(self):
+        self.target = [self.np_random.integers(n) for n in self.action_space.nvec]
+        return np.concatenate(
+            [np.eye(n)[i] for n, i in zip(self.action_space.nvec, self.target, strict=True)]
+        ).astype(np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        self.t += 1
+        reward = float(np.mean(np.array(action) == self.target))
+        return self.observe(), reward, self.t >= 10, False, {}
+
+
+class Masked(Probe):
+    """Two components; what is valid depends on the step. Remembers (step, action)."""
+
+    action_space = gym.spaces.MultiDiscrete([2, 3])
+    length = 5
+    taken = []
+
+    @staticmethod
+    def mask(t):
+        return np.array([t % 2 == 0, True, True, t % 3 == 0, t % 2 == 1])
+
+    @staticmethod
+    def valid(t):
+        return Masked.mask(t)[:2, None] & Masked.mask(t)[None, 2:]
+
+    def reset(self, **kwargs):
+        obs, _ = super().reset(**kwargs)
+        return obs, {"action_mask": self.mask(0)}
+
+    def step(self, action):
+        Masked.taken.append((self.t, action))
+        obs, reward, terminated, truncated, _ = super().step(0)
+        return obs, reward, terminated, truncated, {"action_mask": self.mask(self.t)}
 
 
 class ImageObservations(Probe):
@@ -132,5 +219,15 @@ PROBES = (
     NanReward,
     Crash,
 )
-for probe in (*PROBES, BoxActions, ImageObservations):
+OTHERS = (
+    AlignedBox,
+    AlignedMulti,
+    BoxActions,
+    ImageObservations,
+    RewardByContinuousAction,
+    CutBox,
+    Match,
+    Masked,
+)
+for probe in (*PROBES, *OTHERS):
     gym.register(f"{probe.__name__}-v0", entry_point=probe, disable_env_checker=True)

@@ -14,18 +14,26 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS, games, scalars, small_args
+from conftest import OTHERS, SCRIPTS, games, scalars, small_args
 
 import ppo
 import ppo_atari
+import ppo_continuous
+import ppo_lstm
+import ppo_multidiscrete
 import ppo_shared
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(params=["ppo", "ppo_atari"])  # ppo_shared.py is ppo.py but for its network, says test_sync.py
+@pytest.fixture(params=["ppo", "ppo_atari", *OTHERS])  # ppo_shared.py is ppo.py but for its network
 def script(request):
-    return SCRIPTS[request.param]
+    return (SCRIPTS | OTHERS)[request.param]
+
+
+# a task that each script plays fast, and renders without a GPU
+QUICK = {ppo: "CartPole-v1", ppo_atari: "BreakoutNoFrameskip-v4", ppo_lstm: "CartPole-v1"}
+QUICK |= {ppo_continuous: "Pendulum-v1", ppo_multidiscrete: "Pendulum-v1"}
 
 
 @pytest.fixture
@@ -55,7 +63,7 @@ MISTAKES = [
     ("--env-id ThereIsNoSuchThing-v0", "ThereIsNoSuchThing"),
     ("--env-id nosuchmodule:Thing-v0", "nosuchmodule"),
     ("--num-minibatches 3", "num_minibatches must divide"),
-    ("--num-envs 1 --num-steps 4 --num-minibatches 4", "more than one step"),
+    ("--num-envs 1 --num-steps 1 --num-minibatches 1", "more than one step"),
     ("--num-envs 0", "num_envs cannot be 0"),
     ("--update-epochs -1", "update_epochs cannot be -1"),
     ("--save-every 0", "save_every cannot be 0"),
@@ -99,6 +107,12 @@ def test_wrong_flag(script, flags, monkeypatch, capsys):
         (ppo_shared, "FrozenLake-v1", "Discrete"),
         (ppo_atari, "CartPole-v1", "ppo.py"),
         (ppo_atari, "Breakout-v4", "random number of frames"),
+        (ppo_lstm, "Breakout-v4", "random number of frames"),
+        (ppo_lstm, "Pendulum-v1", "ppo_continuous.py"),
+        (ppo_lstm, "ImageObservations-v0", "Atari games and vectors"),
+        (ppo_continuous, "CartPole-v1", "ppo.py or ppo_multidiscrete.py"),
+        (ppo_continuous, "CarRacing-v3", "this script takes vectors"),
+        (ppo_multidiscrete, "CartPole-v1", "ppo.py or ppo_continuous.py"),
     ],
 )
 def test_space_that_the_script_does_not_handle(script, env_id, words, monkeypatch, capsys):
@@ -166,7 +180,8 @@ def aligned_args(script, monkeypatch, **flags):
         )
         flags = dict(update_epochs=2) | flags
     else:
-        flags = dict(env_id="Aligned-v0") | flags
+        ids = {ppo_continuous: "AlignedBox-v0", ppo_multidiscrete: "AlignedMulti-v0"}
+        flags = dict(env_id=ids.get(script, "Aligned-v0"), num_minibatches=2) | flags
     return small_args(script, num_envs=2, total_timesteps=256, **flags)
 
 
@@ -262,7 +277,7 @@ def test_checkpoint_is_never_half_written(script, monkeypatch):
 @pytest.mark.parametrize("signum,code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_saves_and_exits(script, signum, code):
     command = [sys.executable, ROOT / f"{script.SCRIPT}.py"]
-    flags = ["--num-envs", "2", "--num-steps", "16"] if script is ppo_atari else []
+    flags = ["--num-envs", "2", "--num-steps", "16"] if script is ppo_atari else ["--env-id", QUICK[script]]
     run = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     run_dir = Path(run.stdout.readline().strip())
     deadline = time.time() + 60
@@ -334,7 +349,8 @@ def test_logs_and_progress(vector_script, capsys):
 
 
 def test_evaluation_matches_training(script, monkeypatch, capsys):
-    args = small_args(script) if script is ppo_atari else script.Args(total_timesteps=30_000)
+    args = script.Args(env_id=QUICK[script], total_timesteps=30_000, device="cpu")
+    args = small_args(script) if script is ppo_atari else args
     run_dir = script.train(args)
     capsys.readouterr()
     flags = ["--evaluate", run_dir, "--eval-episodes", 2 if script is ppo_atari else 20]
@@ -352,7 +368,7 @@ def test_evaluation_matches_training(script, monkeypatch, capsys):
 
 
 def test_video(script, monkeypatch):
-    run_dir = script.train(small_args(script))
+    run_dir = script.train(small_args(script, env_id=QUICK[script]))
     flags = ["--evaluate", run_dir, "--eval-episodes", 1 if script is ppo_atari else 2, "--capture-video"]
     assert cli(script, *flags, monkeypatch=monkeypatch) == 0
     videos = list((run_dir / "videos").glob("*.mp4"))
@@ -424,7 +440,7 @@ def test_track_without_wandb(script, monkeypatch, capsys):
 
 def test_copy_in_an_empty_folder_runs(script):
     shutil.copy(ROOT / f"{script.SCRIPT}.py", "copied.py")
-    flags = ["--num-envs", "2", "--num-steps", "16", "--total-timesteps", "64"]
+    flags = ["--num-envs", "2", "--num-steps", "16", "--total-timesteps", "64", "--num-minibatches", "2"]
     subprocess.run([sys.executable, "-I", "copied.py", *flags], check=True, capture_output=True)
     (run_dir,) = Path("runs").iterdir()
     assert "__copied__1__" in run_dir.name and (run_dir / "checkpoint.pt").exists()

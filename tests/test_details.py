@@ -44,7 +44,7 @@ def agent_of(script, num_actions=4):
 
 def batch_of(script, agent, size=64):
     if script is ppo_atari:
-        return random_batch(agent, size, (4, 84, 84), 4, torch.uint8)
+        return random_batch(agent, size, (4, 84, 84), torch.uint8)
     return random_batch(agent, size)
 
 

@@ -1,0 +1,80 @@
+"""How near ppo_atari.py comes to what its machine allows: its steps per second over those of its parts alone.
+
+    python benchmark/atari_ceiling.py --rounds 3          # --amp for bfloat16
+
+The parts of an iteration are 128 steps of 8 bare emulators, 128 forward passes of 8 observations and 16
+passes forward and backward of a minibatch of 256, in ppo_atari.py's network and memory layout: no sampling,
+no storing, no advantages, no loss but a mean, no optimizer, no log.
+"""
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import ppo_atari  # noqa: E402
+from benchmark.speed import Args as SpeedArgs  # noqa: E402
+from benchmark.speed import ours  # noqa: E402
+
+
+@dataclass
+class Args:
+    env_id: str = "BreakoutNoFrameskip-v4"  # game
+    amp: bool = False  # with bfloat16 convolutions
+    steps: int = 10_240  # environment steps of each run of ppo_atari.py
+    rounds: int = 3  # runs of each of the two, in turn
+    parts_only: bool = False  # print the rate of the parts, in this process, and end
+
+
+def parts(args: Args) -> float:
+    """Steps per second if an iteration had nothing but its parts."""
+    envs = ppo_atari.make_env(ppo_atari.Args(env_id=args.env_id, device="cpu"), 8)
+    agent = ppo_atari.Agent(envs)
+    agent.amp = args.amp
+    envs.reset(seed=1)
+    rng, seconds = np.random.default_rng(1), []
+    obs = torch.randint(0, 255, (1024, 84, 84, 4), dtype=torch.uint8).permute(0, 3, 1, 2)
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(128):
+            for game in envs.games:
+                game.send(rng.integers(envs.single_action_space.n, size=1))
+            for game in envs.games:
+                game.recv()
+            with torch.no_grad():
+                agent(obs[:8])
+        for _ in range(16):
+            dist, value = agent(obs[torch.randperm(1024)[:256]])
+            (dist.logprobs.mean() + value.mean()).backward()
+        seconds.append(time.perf_counter() - start)
+    return 1024 / statistics.median(seconds)
+
+
+def main():
+    args = tyro.cli(Args)
+    if args.parts_only:
+        print(parts(args))
+        return
+    speed = SpeedArgs("ppo_atari.py", args.env_id, steps=args.steps, flags="--amp" if args.amp else "")
+    rates = []
+    for _ in range(args.rounds):
+        command = [sys.executable, __file__, "--env-id", args.env_id, "--parts-only"] + ["--amp"] * args.amp
+        with tempfile.TemporaryDirectory() as folder:  # a process of its own: threads and caches as in a run
+            out = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
+        rates.append((ours(speed), float(out)))
+        print(f"ppo_atari.py {rates[-1][0]:.0f} steps/s, its parts {rates[-1][1]:.0f}", flush=True)
+    whole, ceiling = (statistics.median(column) for column in zip(*rates, strict=True))
+    print(f"median {whole:.0f} of {ceiling:.0f}: {whole / ceiling:.0%} of the ceiling")
+
+
+if __name__ == "__main__":
+    main()

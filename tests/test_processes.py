@@ -1,0 +1,72 @@
+"""Auxiliary detail 2, parallel gradients: torchrun with two processes on this machine."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import scalars
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = os.environ | dict(
+    OMP_NUM_THREADS="1", PYTHONHASHSEED="0", PYTHONPATH=os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+)
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run(*command):
+    subprocess.run(command, env=ENVIRONMENT, check=True, timeout=200, capture_output=True)
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_continuous", "ppo_atari"])
+def test_auxiliary_detail_2_two_processes_do_what_one_does(name, tmp_path):
+    """Five updates of the whole batch: the same parameters to 1e-6, bitwise equal on both ranks."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    run(sys.executable, ROOT / "tests/one_of_many.py", name, one)
+    run(*TORCHRUN, ROOT / "tests/one_of_many.py", name, two)
+    alone, first, second = (torch.load(path) for path in (one / "0.pt", two / "0.pt", two / "1.pt"))
+    assert len(first["sums"]) == 5 and first["sums"] == second["sums"] and len(set(first["sums"])) == 5
+    for a, b in zip(alone["parameters"], first["parameters"], strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+    assert first["seeds"] == [1] and second["seeds"] == [3]  # two environments each
+    if name == "ppo_continuous":
+        torch.testing.assert_close(alone["statistics"], first["statistics"], rtol=1e-5, atol=0)
+        assert torch.equal(first["statistics"], second["statistics"])
+
+
+def test_processes_log_save_stop_and_resume_as_one(tmp_path):
+    """Rank 0 logs and saves; one signal ends all; a run of two processes goes on in one."""
+    command = [*TORCHRUN, ROOT / "ppo.py", "--total-timesteps", "200000000"]
+    process = subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    run_dir = Path(process.stdout.readline().strip())
+    deadline = time.time() + 60
+    while not list(run_dir.glob("events*")) and time.time() < deadline:
+        time.sleep(0.1)
+    time.sleep(3)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert not out and list(Path("runs").iterdir()) == [run_dir], err
+    steps = [step for step, _ in scalars(run_dir, "charts/SPS")]
+    iteration = torch.load(run_dir / "checkpoint.pt")["iteration"]
+    assert steps == list(range(512, 512 * iteration + 1, 512)) and iteration > 0
+    total = str(512 * (iteration + 3))
+    run(sys.executable, ROOT / "ppo.py", "--resume", run_dir, "--total-timesteps", total)
+    assert torch.load(run_dir / "checkpoint.pt")["iteration"] == iteration + 3
+    assert list(Path("runs").iterdir()) == [run_dir]
+
+
+def test_processes_must_divide_the_environments():
+    command = [*TORCHRUN, ROOT / "ppo.py", "--num-envs", "3"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert (
+        re.search("error: the 2 processes of torchrun must divide num_envs", done.stderr) and not os.listdir()
+    )
