@@ -152,6 +152,11 @@ class RewardByContinuousAction(RewardByObservation):
         return 1 - abs(self.action - 0.5 * self.sign)
 
 
+class ImageBox(Probe):
+    observation_space = gym.spaces.Box(0, 255, (84, 84, 3), np.uint8)
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+
+
 class CutBox(Cut):
     action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
 
@@ -221,6 +226,7 @@ PROBES = (
 )
 OTHERS = (
     AlignedBox,
+    ImageBox,
     AlignedMulti,
     BoxActions,
     ImageObservations,
