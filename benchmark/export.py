@@ -1,43 +1,43 @@
-"""One small CSV of a run: the mean return of the last 100 episodes, and the losses, at up to 100 steps.
+"""One small CSV of a run folder: a row an episode, with its step, seconds, return and length.
 
-python benchmark/export.py runs/NAME benchmark/results/NAME.csv
+    python benchmark/export.py runs/NAME benchmark/results/NAME.csv
+
+Seconds count from the run's first log; what passed between a stop and a resumption counts as nothing.
 """
 
 import csv
 import sys
 from pathlib import Path
 
-import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-TAGS = (
-    "losses/entropy",
-    "losses/approx_kl",
-    "losses/clipfrac",
-    "losses/explained_variance",
-    "losses/value_loss",
-    "charts/SPS",
-)
 
-
-def export(run_dir: str, path: str, rows: int = 100):
-    events = EventAccumulator(run_dir, size_guidance={"scalars": 0})
+def export(run_dir: Path | str, path: Path | str):
+    """Write path, whole or not at all."""
+    seconds, returns, lengths, before = 0.0, [], {}, 0.0
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0})
     events.Reload()
-    ends, returns = zip(*((e.step, e.value) for e in events.Scalars("charts/episodic_return")), strict=True)
-    tags = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in TAGS}
-    steps = np.unique(np.linspace(0, len(tags["charts/SPS"]) - 1, rows).astype(int))
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["step", "episodes", "mean_return_100", *(tag.split("/")[1] for tag in TAGS)])
-        for k in steps:
-            step = tags["charts/SPS"][k][0]
-            done = np.searchsorted(ends, step, side="right")
-            if done:
-                points = (dict(points).get(step, float("nan")) for points in tags.values())
-                mean = np.mean(returns[max(0, done - 100) : done])
-                writer.writerow([step, done, f"{mean:.2f}", *(f"{value:.5g}" for value in points)])
-    print(f"{path}: last 100 of {len(returns)} episodes, {ends[-1]} steps: {np.mean(returns[-100:]):.2f}")
+    ticks = [(e.step, e.wall_time) for e in events.Scalars("charts/SPS")]
+    gaps = sorted(b - a for (_, a), (_, b) in zip(ticks, ticks[1:], strict=False))
+    usual = gaps[len(gaps) // 2] if gaps else 0.0
+    clock = {}
+    for k, (step, now) in enumerate(ticks):
+        if k:
+            seconds += now - before if now - before < 10 * usual + 60 else usual  # it was stopped in between
+        clock[step], before = seconds, now
+    lengths = events.Scalars("charts/episodic_length")
+    returns = events.Scalars("charts/episodic_return")
+    steps, k = sorted(clock), 0
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".tmp"), "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["step", "seconds", "return", "length"])
+        for e, n in zip(returns, lengths, strict=True):
+            while k + 1 < len(steps) and steps[k] < e.step:
+                k += 1
+            writer.writerow([e.step, f"{clock[steps[k]]:.0f}", f"{e.value:.7g}", int(n.value)])
+    path.with_suffix(".tmp").replace(path)
 
 
 if __name__ == "__main__":

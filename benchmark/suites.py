@@ -1,0 +1,120 @@
+"""The suites: what is run, and what others have published of it.
+
+A target is a final score (mean and std over seeds of each seed's mean of its last 100 training episodes) or a
+curve of published/curves.csv, or both. The first target of a row is the one that it is judged by.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Target:
+    by: str  # whose number it is
+    mean: float | None = None  # of the last 100 training episodes, over seeds
+    std: float | None = None
+    curve: tuple[str, str] | None = None  # algo and env_id in published/curves.csv
+
+
+@dataclass(frozen=True)
+class Row:
+    script: str
+    env_id: str
+    steps: int
+    targets: tuple[Target, ...]
+    flags: tuple[str, ...] = ()
+
+
+def cleanrl(mean: float, std: float) -> Target:
+    return Target("CleanRL", mean, std)
+
+
+def baselines(mean: float, std: float, env_id: str | None = None) -> Target:
+    """openai/baselines's ppo2; its curve on an environment, if published."""
+    return Target("openai/baselines", mean, std, ("ppo2", env_id) if env_id else None)
+
+
+def curve(by: str, algo: str, env_id: str) -> Target:
+    return Target(by, curve=(algo, env_id))
+
+
+def classic(script: str) -> list[Row]:
+    rows = (
+        ("CartPole-v1", cleanrl(490.04, 6.12), baselines(497.54, 4.02)),
+        ("Acrobot-v1", cleanrl(-86.36, 1.32), baselines(-81.82, 5.58)),
+        ("MountainCar-v0", cleanrl(-200, 0), baselines(-200, 0)),
+    )
+    return [Row(script, env_id, 500_000, targets) for env_id, *targets in rows]
+
+
+def atari(script: str, scores: dict[str, tuple[Target, ...]], blog: str, theirs: str) -> list[Row]:
+    return [
+        Row(
+            script,
+            f"{game}NoFrameskip-v4",
+            10_000_000,
+            (
+                curve("openai/baselines", theirs, f"{game}NoFrameskip-v4"),
+                curve("the blog", blog, f"{game}NoFrameskip-v4"),
+                *targets,
+            ),
+        )
+        for game, targets in scores.items()
+    ]
+
+
+MICRORTS = "--no-normalize --num-envs 8 --num-steps 128 --num-minibatches 4 --update-epochs 4".split()
+MICRORTS += "--learning-rate 2.5e-4 --clip-coef 0.1 --ent-coef 0.01".split()
+
+SUITES = {
+    "classic": classic("ppo") + classic("ppo_shared"),
+    "mujoco": [
+        Row(
+            "ppo_continuous",
+            f"{task}-v4",
+            1_000_000,
+            (*targets, curve("openai/baselines", "ppo2", f"{task}-v2")),
+        )
+        for task, *targets in (
+            ("HalfCheetah", cleanrl(1442.64, 46.03)),
+            ("Hopper", cleanrl(2382.86, 271.74)),
+            ("Walker2d", cleanrl(2287.95, 571.78)),
+            ("InvertedPendulum", cleanrl(963.09, 22.20)),
+            ("InvertedDoublePendulum",),
+            ("Reacher",),
+            ("Swimmer",),
+        )
+    ],
+    "atari": atari(
+        "ppo_atari",
+        {
+            "Pong": (cleanrl(20.36, 0.20), baselines(20.51, 0.50)),
+            "Breakout": (cleanrl(414.66, 28.09), baselines(406.57, 31.55)),
+            "BeamRider": (cleanrl(1915.93, 484.58), baselines(2642.97, 670.37)),
+        },
+        "ppo_atari.py(blog)",
+        "openai_baselines_ppo2",
+    ),
+    "atari_lstm": atari(
+        "ppo_lstm",
+        {
+            "Pong": (cleanrl(19.81, 0.62), baselines(19.79, 0.67)),
+            "Breakout": (cleanrl(113.42, 5.85), baselines(138.98, 50.76)),
+            "BeamRider": (cleanrl(1299.25, 509.90), baselines(1591.68, 372.95)),
+        },
+        "ppo_atari_lstm.py(blog)",
+        "openai_baselines_ppo2_cnn_lstm",
+    ),
+    "microrts": [
+        Row(
+            "ppo_multidiscrete",
+            f"benchmark.microrts:{task}-v1",
+            2_000_000,
+            (
+                curve("the blog", "ppo_multidiscrete.py(blog)", f"{task}-v1"),
+                curve("openai/baselines", "openai_baselines_ppo2_multidiscrete", f"{task}-v1"),
+            ),
+            (*MICRORTS, "--no-mask-actions"),
+        )
+        for task in ("MicrortsMining", "MicrortsAttackShapedReward", "MicrortsRandomEnemyShapedReward3")
+    ],
+}

@@ -1,0 +1,159 @@
+"""The benchmark's tools, on short runs: nothing is lost, nothing is run twice, a worse run is called short."""
+
+import csv
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import scalars
+
+from benchmark import compare
+from benchmark.suites import SUITES, Row, Target
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmark/results"
+
+
+def command(*flags):
+    tiny = ["--scripts", "ppo", "--env-ids", "CartPole-v1", "--work", "work", "--results", "results"]
+    return [sys.executable, ROOT / "benchmark/run.py", "classic", *tiny, *map(str, flags)]
+
+
+def rows(path="results/runs.csv"):
+    with open(path) as file:
+        return list(csv.DictReader(file))
+
+
+def test_run_writes_a_csv_a_run_and_repeats_none():
+    flags = ["--seeds", "1,2", "--total-timesteps", 4096]
+    subprocess.run(command(*flags), check=True, capture_output=True, timeout=120)
+    assert [row["run"] for row in sorted(rows(), key=lambda row: row["run"])] == [
+        "CartPole-v1__ppo__1",
+        "CartPole-v1__ppo__2",
+    ]
+    episodes = rows("results/CartPole-v1__ppo__1.csv")
+    (run_dir,) = Path("work/CartPole-v1__ppo__1/runs").iterdir()
+    logged = scalars(run_dir, "charts/episodic_return")
+    assert [(int(e["step"]), float(e["return"])) for e in episodes] == logged and len(logged) > 20
+    assert all(float(e["return"]) == float(e["length"]) for e in episodes)
+    seconds = [float(e["seconds"]) for e in episodes]
+    assert seconds == sorted(seconds)
+    before = Path("results/CartPole-v1__ppo__1.csv").stat().st_mtime_ns
+    subprocess.run(command(*flags), check=True, capture_output=True, timeout=120)
+    assert len(rows()) == 2 and Path("results/CartPole-v1__ppo__1.csv").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_runner_goes_on_where_it_was(signum):
+    """SIGTERM stops the runs, which are resumed; kill -9 leaves them to end alone: they are waited for."""
+    flags = ["--seeds", "1", "--total-timesteps", 100_000]
+    runner = subprocess.Popen(command(*flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    log, deadline = Path("work/CartPole-v1__ppo__1/log.txt"), time.time() + 90
+    while not (log.exists() and "step/s" in log.read_text()) and time.time() < deadline:
+        time.sleep(0.1)
+    time.sleep(1)
+    runner.send_signal(signum)
+    runner.communicate(timeout=60)
+    assert runner.returncode == (130 if signum == signal.SIGTERM else -signum)
+    (run_dir,) = Path("work/CartPole-v1__ppo__1/runs").iterdir()
+    if signum == signal.SIGTERM:
+        assert 0 < torch.load(run_dir / "checkpoint.pt")["iteration"] < 195
+    assert not Path("results").exists()
+    subprocess.run(command(*flags), check=True, capture_output=True, timeout=200)
+    assert list(Path("work/CartPole-v1__ppo__1/runs").iterdir()) == [run_dir] and len(rows()) == 1
+    assert torch.load(run_dir / "checkpoint.pt")["iteration"] == 195
+    assert [step for step, _ in scalars(run_dir, "charts/SPS")] == list(range(512, 512 * 195 + 1, 512))
+
+
+def test_stop_at_ends_a_run_early_on_its_full_schedule():
+    flags = ["--seeds", "1", "--total-timesteps", 50_000_000, "--stop-at", 20_000]
+    subprocess.run(command(*flags), check=True, capture_output=True, timeout=200)
+    episodes = rows("results/CartPole-v1__ppo__1.csv")
+    assert 20_000 <= int(episodes[-1]["step"]) + 500
+    (run_dir,) = Path("work/CartPole-v1__ppo__1/runs").iterdir()
+    assert scalars(run_dir, "charts/learning_rate")[-1][1] > 2.4e-4  # of 50 million steps
+
+
+def result(values, steps=500_000, row=None, published=(490.0, 6.0)):
+    """Runs whose last 100 episodes have these means."""
+    row = row or Row("ppo", "CartPole-v1", 500_000, (Target("theirs", *published),))
+    ends = np.linspace(1000, steps, 200)
+    return compare.Result(
+        row, {seed: np.column_stack((ends, np.full(200, value))) for seed, value in enumerate(values)}
+    )
+
+
+def test_verdicts():
+    target = Target("theirs", 490.0, 6.0)
+    for values, expected in (
+        ((488, 491, 495), "reproduced"),
+        ((500, 499, 500), "better"),
+        ((300, 420, 470), "short"),
+        ((300, 490, 495), "reproduced"),  # one seed failed: its interval reaches theirs
+        ((489,), "reproduced"),
+        ((450,), "short"),
+    ):
+        assert compare.verdict(result(values), target) == expected, values
+    assert (
+        compare.verdict(result((489,), steps=300_000), target) == "not comparable"
+    )  # cut short, and no curve
+
+
+def test_a_run_that_was_cut_is_compared_with_the_beginning_of_the_curve():
+    row = next(row for row in SUITES["atari"] if "Pong" in row.env_id)
+    curve = compare.published()[row.targets[0].curve]
+    step, mean, band = curve[20]
+    assert step < 0.3 * row.steps
+    for value, expected in (
+        (mean, "reproduced"),
+        (mean - 2 * band - 1, "short"),
+        (mean + 2 * band + 1, "better"),
+    ):
+        assert compare.verdict(result((value,), steps=step, row=row), row.targets[0]) == expected
+    (line,) = compare.table([(row, result((mean,), steps=step, row=row))])[1:]
+    assert "cut at 2" in line[-2]
+
+
+def test_interquartile_mean_and_interval():
+    values = np.array([1.0, 2, 3, 4, 5, 6, 7, 100])
+    assert compare.iqm(values) == 4.5
+    low, high = compare.interval(values, compare.iqm)
+    assert 1 < low < 4.5 < high < 100
+    assert compare.interval(np.array([3.0]), np.mean) == (3, 3)
+
+
+def test_the_planted_regression_is_called_short():
+    """CartPole with --gae-lambda 0, whose results are committed beside the good ones."""
+    script = [sys.executable, ROOT / "benchmark/compare.py", "classic", "--results"]
+    for path in RESULTS.glob("*.csv"):
+        Path(path.name).write_bytes(path.read_bytes())
+    done = subprocess.run([*script, ".", "--flags=--gae-lambda 0"], capture_output=True, text=True)
+    assert done.returncode == 1 and re.search(r"\| ppo \| CartPole-v1 .* short", done.stdout), done.stdout
+    good = subprocess.run([*script, "."], capture_output=True, text=True)
+    assert re.search(r"\| ppo \| CartPole-v1 .* (reproduced|better)", good.stdout), good.stdout
+    page = Path("index.html").read_text()
+    assert "data:image/png;base64" in page and "http" not in page
+
+
+def test_the_table_of_the_readme_is_that_of_the_results():
+    readme = (ROOT / "README.md").read_text()
+    args = compare.Args()
+    sections = [compare.table([(row, compare.load(row, args)) for row in rows]) for rows in SUITES.values()]
+    run = [line for lines in sections for line in lines[1:] if line[-2] != "not run"]
+    assert compare.markdown([sections[0][0], *run]) in readme
+
+
+def test_unknown_suite():
+    for tool in ("run", "compare"):
+        done = subprocess.run(
+            [sys.executable, ROOT / f"benchmark/{tool}.py", "clasic"], capture_output=True, text=True
+        )
+        assert done.returncode == 2 and re.fullmatch(
+            rf"{tool}\.py: error: no suite clasic; there are .*\n", done.stderr
+        )
