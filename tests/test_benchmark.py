@@ -1,4 +1,4 @@
-"""The benchmark's tools, on short runs: nothing is lost, nothing is run twice, a worse run is called short."""
+"""The benchmark's tools, on short runs: nothing is lost or run twice, and a worse run is called short."""
 
 import csv
 import re
