@@ -22,7 +22,8 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -104,14 +105,15 @@ def parse_args() -> Args:
         for name in ("env_id", "seed", "num_envs", "num_steps") if args.resume else ():
             if getattr(args, name) != getattr(saved, name):
                 fail(f"--resume cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
-    for name, value in asdict(args).items():
-        if type(value) is int and value < (name != "seed") or type(value) is float and not value >= 0:
-            fail(f"{name} cannot be {value}")
+    for name, x in asdict(args).items():
+        if type(x) is int and x < (name != "seed") or type(x) is float and not 0 <= x < np.inf:
+            fail(f"{name} cannot be {x}")
     minibatch_size, rest = divmod(args.batch_size // WORLD_SIZE, args.num_minibatches)
     for mistake, message in (
         (args.resume and args.evaluate, "give --resume or --evaluate, not both"),
         (args.capture_video and not args.evaluate, "--capture-video records the episodes of --evaluate"),
         (args.seed >= 2**31, "seed must be below 2**31"),
+        (max(args.gamma, args.gae_lambda) > 1, "gamma and gae_lambda must be at most 1"),
         (args.num_iterations < 1, "total_timesteps must be at least num_envs * num_steps"),
         (args.num_envs % WORLD_SIZE, f"the {WORLD_SIZE} processes of torchrun must divide num_envs"),
         (rest, "num_minibatches must divide num_envs * num_steps"),
@@ -203,7 +205,7 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
     except (gym.error.Error, ImportError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    if not isinstance(action_space, gym.spaces.Box) or len(action_space.shape) != 1:
+    if action_space.dtype.kind != "f" or len(action_space.shape) != 1:
         fail(f"{args.env_id} acts in {action_space}: try ppo.py or ppo_multidiscrete.py")
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
         fail(f"{args.env_id} observes {obs_space}: this script takes vectors")
@@ -275,26 +277,32 @@ class Agent(nn.Module):  # differs from ppo.py: Gaussian actions, statistics of 
         for x, saved in zip(self.get_extra_state(), state, strict=True):
             x.copy_(saved)
 
-    def policy(self) -> list[np.ndarray]:
-        """Weights and biases that act() needs, and the standard deviation."""
-        parameters = (*self.actor.parameters(), self.log_std.exp())
-        return [parameter.detach().cpu().numpy() for parameter in parameters]
+    def policy(self) -> list[Callable]:
+        """The policy of forward() as layers for act(), and its standard deviation last."""
+        std = self.log_std.exp().cpu().numpy()
+        return [*(in_numpy(layer) for layer in self.actor), lambda noise: std * noise]
 
     def noise(self, *size: int) -> np.ndarray:
         """Standard normal noise (*size, act_dim) for act()."""
         return torch.randn(*size, self.act_dim).numpy()
 
 
-def act(policy: list[np.ndarray], obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
-    # differs from ppo.py: Gaussian actions
-    """Actions (N, act_dim) for observations (N, obs_dim), sampled with noise (N, act_dim).
+def in_numpy(layer: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
+    """A layer as it is now: for arrays as small as those of a step, NumPy takes a third of PyTorch's time."""
+    layer = deepcopy(layer).cpu()
+    if type(layer) is nn.Linear:
+        weight, bias = layer.weight.detach().numpy(), layer.bias.detach().numpy()
+        return lambda x: x @ weight.T + bias
+    return np.tanh if type(layer) is nn.Tanh else lambda x: layer(torch.from_numpy(x)).numpy()
 
-    In NumPy, on the CPU: for arrays as small as these PyTorch takes three times as long.
-    """
-    *hidden, weight, bias, std = policy
-    for w, b in zip(hidden[::2], hidden[1::2], strict=True):
-        obs = np.tanh(obs @ w.T + b)
-    return obs @ weight.T + bias + std * noise
+
+def act(policy: list[Callable], obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    # differs from ppo.py: Gaussian actions
+    """Actions (N, act_dim) for observations (N, obs_dim), sampled with noise (N, act_dim)."""
+    *layers, scale = policy
+    for layer in layers:
+        obs = layer(obs)
+    return obs + scale(noise)
 
 
 # === Algorithm ===============================================================================
@@ -355,7 +363,10 @@ class Logger:
                 wandb.init(**account, **same_run, config=asdict(args), sync_tensorboard=True)
             except wandb.Error as error:
                 fail(f"--track: {error}")
-        self.writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
+        try:  # hiding what was logged but not saved
+            self.writer = SummaryWriter(run_dir, purge_step=first_step + 1)
+        except OSError as error:
+            fail(f"{run_dir}: {error}")
         self.writer.add_text("args", "\n".join(f"    {k}: {v}" for k, v in asdict(args).items()))
         style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
         total = args.num_iterations * args.batch_size
@@ -427,7 +438,8 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
     optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns() // 1000}"
-    run_dir, first_iteration, last_returns = Path("runs", run_name.replace("/", "-")), 0, deque(maxlen=100)
+    run_dir, first_iteration = Path("runs", run_name.replace("/", "-").replace(":", "-")), 0
+    last_returns = deque(maxlen=100)
     if args.resume:
         run_dir, checkpoint = Path(args.resume), load_checkpoint(args.resume)
         first_iteration = checkpoint["iteration"]
@@ -560,7 +572,14 @@ if __name__ == "__main__":
         returns = evaluate(args)
         print(f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes")
     else:
-        stop = []  # the first signal ends the run after its iteration, a second one at once
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, lambda n, _: stop.append(n) or signal.signal(n, signal.SIG_DFL))
+        stop = []
+
+        def finish(signum: int, _):
+            """The first signal ends the run after its iteration, a second one at once."""
+            print("stopping after this iteration", file=sys.stderr)
+            stop.append(signum)
+            signal.signal(signum, signal.SIG_DFL)
+
+        signal.signal(signal.SIGINT, finish)
+        signal.signal(signal.SIGTERM, finish)
         train(args, stop)

@@ -110,14 +110,15 @@ def parse_args() -> Args:
         for name in ("env_id", "seed", "num_envs", "num_steps") if args.resume else ():
             if getattr(args, name) != getattr(saved, name):
                 fail(f"--resume cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
-    for name, value in asdict(args).items():
-        if type(value) is int and value < (name != "seed") or type(value) is float and not value >= 0:
-            fail(f"{name} cannot be {value}")
+    for name, x in asdict(args).items():
+        if type(x) is int and x < (name != "seed") or type(x) is float and not 0 <= x < np.inf:
+            fail(f"{name} cannot be {x}")
     minibatch_size, rest = divmod(args.batch_size // WORLD_SIZE, args.num_minibatches)
     for mistake, message in (
         (args.resume and args.evaluate, "give --resume or --evaluate, not both"),
         (args.capture_video and not args.evaluate, "--capture-video records the episodes of --evaluate"),
         (args.seed >= 2**31, "seed must be below 2**31"),
+        (max(args.gamma, args.gae_lambda) > 1, "gamma and gae_lambda must be at most 1"),
         (args.num_iterations < 1, "total_timesteps must be at least num_envs * num_steps"),
         (args.num_envs % WORLD_SIZE, f"the {WORLD_SIZE} processes of torchrun must divide num_envs"),
         (rest, "num_minibatches must divide num_envs * num_steps"),
@@ -211,15 +212,18 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     if (
         isinstance(action_space, gym.spaces.Box)
-        and len(action_space.shape) == 1
+        and action_space.dtype.kind == "f"
         and action_space.is_bounded()
     ):
+        if args.num_bins < 2 or len(action_space.shape) != 1:
+            fail(f"{args.env_id} acts in {action_space}: num_bins cannot be {args.num_bins}")
         bins = np.linspace(action_space.low, action_space.high, args.num_bins)  # (num_bins, K)
         action_space = gym.spaces.MultiDiscrete([args.num_bins] * bins.shape[1])
         binned = lambda actions: np.take_along_axis(bins, actions, 0)  # noqa: E731
         batch_space = gym.vector.utils.batch_space(action_space, num_envs)
         envs = gym.wrappers.vector.TransformAction(envs, binned, batch_space, action_space)
-    if not isinstance(action_space, gym.spaces.MultiDiscrete) or action_space.nvec.ndim != 1:
+    is_handled = isinstance(action_space, gym.spaces.MultiDiscrete) and action_space.nvec.ndim == 1
+    if not is_handled or action_space.start.any():
         fail(f"{args.env_id} acts in {action_space}: try ppo.py or ppo_continuous.py")
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
         fail(f"{args.env_id} observes {obs_space}: this script takes vectors and images")
@@ -392,7 +396,10 @@ class Logger:
                 wandb.init(**account, **same_run, config=asdict(args), sync_tensorboard=True)
             except wandb.Error as error:
                 fail(f"--track: {error}")
-        self.writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
+        try:  # hiding what was logged but not saved
+            self.writer = SummaryWriter(run_dir, purge_step=first_step + 1)
+        except OSError as error:
+            fail(f"{run_dir}: {error}")
         self.writer.add_text("args", "\n".join(f"    {k}: {v}" for k, v in asdict(args).items()))
         style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
         total = args.num_iterations * args.batch_size
@@ -464,7 +471,8 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
     optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns() // 1000}"
-    run_dir, first_iteration, last_returns = Path("runs", run_name.replace("/", "-")), 0, deque(maxlen=100)
+    run_dir, first_iteration = Path("runs", run_name.replace("/", "-").replace(":", "-")), 0
+    last_returns = deque(maxlen=100)
     if args.resume:
         run_dir, checkpoint = Path(args.resume), load_checkpoint(args.resume)
         first_iteration = checkpoint["iteration"]
@@ -611,7 +619,14 @@ if __name__ == "__main__":
         returns = evaluate(args)
         print(f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes")
     else:
-        stop = []  # the first signal ends the run after its iteration, a second one at once
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, lambda n, _: stop.append(n) or signal.signal(n, signal.SIG_DFL))
+        stop = []
+
+        def finish(signum: int, _):
+            """The first signal ends the run after its iteration, a second one at once."""
+            print("stopping after this iteration", file=sys.stderr)
+            stop.append(signum)
+            signal.signal(signum, signal.SIG_DFL)
+
+        signal.signal(signal.SIGINT, finish)
+        signal.signal(signal.SIGTERM, finish)
         train(args, stop)

@@ -152,6 +152,14 @@ class RewardByContinuousAction(RewardByObservation):
         return 1 - abs(self.action - 0.5 * self.sign)
 
 
+class IntegerBox(Probe):
+    action_space = gym.spaces.Box(0, 5, (2,), np.int32)
+
+
+class StartedMulti(Probe):
+    action_space = gym.spaces.MultiDiscrete([3, 3], start=[1, 1])
+
+
 class ImageBox(Probe):
     observation_space = gym.spaces.Box(0, 255, (84, 84, 3), np.uint8)
     action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
@@ -227,6 +235,8 @@ PROBES = (
 OTHERS = (
     AlignedBox,
     ImageBox,
+    IntegerBox,
+    StartedMulti,
     AlignedMulti,
     BoxActions,
     ImageObservations,

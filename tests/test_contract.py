@@ -68,6 +68,8 @@ MISTAKES = [
     ("--update-epochs -1", "update_epochs cannot be -1"),
     ("--save-every 0", "save_every cannot be 0"),
     ("--learning-rate nan", "learning_rate cannot be nan"),
+    ("--learning-rate inf", "learning_rate cannot be inf"),
+    ("--gamma 1.5", "gamma and gae_lambda must be at most 1"),
     ("--seed -1", "seed cannot be -1"),
     ("--seed 3000000000", "seed must be below"),
     ("--total-timesteps 100", "total_timesteps must be at least"),
@@ -112,7 +114,10 @@ def test_wrong_flag(script, flags, monkeypatch, capsys):
         (ppo_lstm, "ImageObservations-v0", "Atari games and vectors"),
         (ppo_continuous, "CartPole-v1", "ppo.py or ppo_multidiscrete.py"),
         (ppo_continuous, "ImageBox-v0", "this script takes vectors"),
+        (ppo_continuous, "IntegerBox-v0", "acts in"),
         (ppo_multidiscrete, "CartPole-v1", "ppo.py or ppo_continuous.py"),
+        (ppo_multidiscrete, "IntegerBox-v0", "acts in"),
+        (ppo_multidiscrete, "StartedMulti-v0", "acts in"),
     ],
 )
 def test_space_that_the_script_does_not_handle(script, env_id, words, monkeypatch, capsys):
@@ -140,6 +145,17 @@ def test_checkpoints_that_are_none(script, monkeypatch, capsys):
     code = cli(script, "--resume", run_dir, "--evaluate", run_dir, monkeypatch=monkeypatch)
     assert_one_line_error(code, capsys, "not both")
     assert sorted(Path().rglob("*")) == before
+
+
+def test_no_room_for_the_run(monkeypatch, capsys):
+    Path("runs").write_text("a file, not a folder")
+    assert_one_line_error(cli(ppo, monkeypatch=monkeypatch), capsys, "runs/CartPole-v1")
+    assert os.listdir() == ["runs"]
+
+
+def test_bins_must_be_two_or_more(monkeypatch, capsys):
+    code = cli(ppo_multidiscrete, "--env-id", "Pendulum-v1", "--num-bins", "1", monkeypatch=monkeypatch)
+    assert_one_line_error(code, capsys, "num_bins cannot be 1")
 
 
 def test_agent_that_does_not_fit(monkeypatch, capsys):
@@ -287,6 +303,7 @@ def test_signal_saves_and_exits(script, signum, code):
     run.send_signal(signum)
     _, err = run.communicate(timeout=60)
     assert run.returncode == code and "Traceback" not in err, err
+    assert err.count("stopping after this iteration") == 1
     state = script.load_checkpoint(run_dir)
     assert state["iteration"] > 0
     assert scalars(run_dir, "charts/SPS")[-1][0] == state["iteration"] * state["args"].batch_size

@@ -476,6 +476,17 @@ def test_acting_in_numpy_samples_from_the_policy(vector_script, monkeypatch):
     assert (np.stack(actions) == expected).all() and 0.1 < expected.mean() < 0.9
 
 
+@torch.no_grad()
+def test_acting_in_numpy_follows_other_layers():
+    """Whoever puts other layers into a copy acts with them, too."""
+    agent = agent_of(ppo)
+    layers = nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 8), nn.ELU(), nn.Linear(8, 2)
+    agent.actor = ppo.MLP(*layers)
+    obs, noise = torch.randn(500, 4), agent.noise(500)
+    expected = (agent(obs)[0].logprobs.numpy() + noise).argmax(-1)
+    assert (ppo.act(agent.policy(), obs.numpy(), noise) == expected).all() and 0.1 < expected.mean() < 0.9
+
+
 def test_ratio_is_one_before_the_first_step(script, monkeypatch):
     """Every stored log-probability is recomputed by the update: fails if any of them is misplaced."""
     losses = watch(monkeypatch, script, "ppo_loss")

@@ -21,7 +21,7 @@ PARENT = dict(ppo_shared="ppo", ppo_atari="ppo", ppo_continuous="ppo")
 PARENT |= dict(ppo_lstm="ppo_atari", ppo_multidiscrete="ppo_continuous")
 # against the parent: docstrings, and definitions that one lacks, not counted
 CHANGED_LINES = dict(ppo_shared=20, ppo_atari=86, ppo_continuous=80, ppo_lstm=150, ppo_multidiscrete=150)
-LINES = dict(ppo=490, ppo_shared=490, ppo_atari=565, ppo_continuous=575, ppo_lstm=635, ppo_multidiscrete=635)
+LINES = dict(ppo=505, ppo_shared=505, ppo_atari=580, ppo_continuous=590, ppo_lstm=650, ppo_multidiscrete=640)
 
 
 def blocks(source: str) -> dict[str, str]:
