@@ -2,7 +2,7 @@
 
     python tests/one_of_many.py SCRIPT FOLDER        # or torchrun --nproc-per-node 2 ...
 
-Writes FOLDER/RANK.pt: the agent's parameters, a checksum of them after every update, the environments' seed.
+Writes FOLDER/RANK.pt: the agent's parameters, a checksum of them after every update, the gradients, the seed.
 """
 
 import importlib
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 name, folder = sys.argv[1:]
 sys.argv = sys.argv[:1]
@@ -21,7 +21,7 @@ flags = dict(
     ppo=dict(), ppo_continuous=dict(env_id="Hopper-v4"), ppo_atari=dict(env_id="PongNoFrameskip-v4")
 )[name]
 flags |= dict(num_envs=envs, num_steps=16, total_timesteps=16 * envs, num_minibatches=1, update_epochs=5)
-args = script.Args(**flags, norm_adv=False, anneal_lr=False, device="cpu")
+args = script.Args(**flags, norm_adv=False, anneal_lr=False, max_grad_norm=1e9, device="cpu")
 share = envs // script.WORLD_SIZE
 mine = slice(script.RANK * share, (script.RANK + 1) * share)
 
@@ -38,7 +38,7 @@ if name == "ppo_continuous":  # statistics are merged after each rollout only: l
 if name == "ppo_atari":
     sample = lambda self: (self.logprobs + torch.from_numpy(draws.gumbel(size=(envs, 6))[mine])).argmax(-1)  # noqa: E731
     script.Categorical.sample = sample
-made, agents, sums, seeds = script.make_env, [], [], []
+made, agents, sums, seeds, gradients = script.make_env, [], [], [], []
 
 
 def make_env(args, num_envs):
@@ -59,10 +59,16 @@ def checksum(*_):
     sums.append(hash(flat.numpy().tobytes()))
 
 
+def gradient(optimizer, *_):
+    gradients.append(torch.cat([p.grad.flatten() for p in optimizer.param_groups[0]["params"]]))
+
+
 script.make_env, script.Agent = make_env, Agent
+register_optimizer_step_pre_hook(gradient)
 register_optimizer_step_post_hook(checksum)
 script.train(args)
 result = dict(parameters=[p.detach().clone() for p in agents[0].parameters()], sums=sums, seeds=seeds)
+result["gradients"] = torch.stack(gradients)
 if name == "ppo_continuous":
     own = made(args, share)
     for x in np.random.default_rng(1).normal(3, 2, size=(100, envs, 11)):

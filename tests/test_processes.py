@@ -35,6 +35,8 @@ def test_auxiliary_detail_2_two_processes_do_what_one_does(name, tmp_path):
     assert len(first["sums"]) == 5 and first["sums"] == second["sums"] and len(set(first["sums"])) == 5
     for a, b in zip(alone["parameters"], first["parameters"], strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+    torch.testing.assert_close(alone["gradients"], first["gradients"], atol=1e-4, rtol=1e-3)
+    assert alone["gradients"].abs().max() > 1e-2
     assert first["seeds"] == [1] and second["seeds"] == [3]  # two environments each
     if name == "ppo_continuous":
         torch.testing.assert_close(alone["statistics"], first["statistics"], rtol=1e-5, atol=0)

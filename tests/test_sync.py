@@ -20,7 +20,7 @@ ORDER = ("ppo", "ppo_shared", "ppo_atari", "ppo_continuous", "ppo_lstm", "ppo_mu
 PARENT = dict(ppo_shared="ppo", ppo_atari="ppo", ppo_continuous="ppo")
 PARENT |= dict(ppo_lstm="ppo_atari", ppo_multidiscrete="ppo_continuous")
 # against the parent: docstrings, and definitions that one lacks, not counted
-CHANGED_LINES = dict(ppo_shared=20, ppo_atari=86, ppo_continuous=80, ppo_lstm=150, ppo_multidiscrete=150)
+CHANGED_LINES = dict(ppo_shared=20, ppo_atari=90, ppo_continuous=80, ppo_lstm=150, ppo_multidiscrete=150)
 LINES = dict(ppo=505, ppo_shared=505, ppo_atari=580, ppo_continuous=590, ppo_lstm=650, ppo_multidiscrete=640)
 
 
