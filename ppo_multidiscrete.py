@@ -306,7 +306,8 @@ class Agent(nn.Module):  # differs from ppo.py: actions of several components, m
         """Policy and value (N,) of observations (N, ...), with what is valid of it (N, S)."""
         hidden = self.network(obs.float().movedim(-1, 1) if obs.ndim == 4 else obs.float())
         logits = self.actor(hidden).masked_fill(~mask, -1e8)  # auxiliary detail 4: invalid-action masking
-        dist = MultiCategorical(F.pad(logits, (0, 1), value=-1e8)[..., self.slots])
+        # what does not exist lies below what is invalid, for a component may have nothing valid
+        dist = MultiCategorical(F.pad(logits, (0, 1), value=-1e30)[..., self.slots])
         return dist, self.critic(hidden).squeeze(-1)
 
     def act(self, obs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -123,8 +123,7 @@ def along(result: Result, target: Target) -> str:
 
 
 def load(row: Row, args: Args) -> Result | None:
-    task = row.env_id.split(":")[-1].replace("/", "-")
-    prefix = "__".join((task, row.script, *args.flags.replace("--", "").split()))
+    prefix = "__".join((row.name, *args.flags.replace("--", "").split()))
     seeds = {}
     for path in args.results.glob(f"{prefix}__*.csv"):
         seed = path.stem.removeprefix(f"{prefix}__")
@@ -154,12 +153,23 @@ def table(results: list[tuple[Row, Result | None]]) -> list[list[str]]:
     lines = [head]
     for row, result in results:
         task = row.env_id.split(":")[-1].replace("NoFrameskip-v4", "")
+        task += ", masked" if "--mask-actions" in row.flags else ""
         if result is None:
             wanted = " / ".join(
                 f"{number(t.mean)} ± {number(t.std)} ({t.by})" for t in row.targets if t.mean is not None
             )
             lines.append(
-                [row.script, task, f"{row.steps / 1e6:g}M", "", "", "", wanted or "a curve", "not run", ""]
+                [
+                    row.script,
+                    task,
+                    f"{row.steps / 1e6:g}M",
+                    "",
+                    "",
+                    "",
+                    wanted or "a curve" * bool(row.targets),
+                    "not run",
+                    "",
+                ]
             )
             continue
         ours = result.at(result.reached)

@@ -60,8 +60,7 @@ class Run:
         self.row, self.seed, self.args = row, seed, args
         steps = args.total_timesteps or row.steps
         self.steps = min(args.stop_at or steps, steps)
-        task = row.env_id.split(":")[-1].replace("/", "-")
-        self.name = "__".join((task, row.script, *args.flags.replace("--", "").split(), str(seed)))
+        self.name = "__".join((row.name, *args.flags.replace("--", "").split(), str(seed)))
         self.folder, self.csv = args.work / self.name, args.results / f"{self.name}.csv"
         self.command = [
             sys.executable,

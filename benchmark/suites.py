@@ -23,6 +23,12 @@ class Row:
     targets: tuple[Target, ...]
     flags: tuple[str, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """Of its results, without the seed."""
+        task = self.env_id.split(":")[-1].replace("/", "-")
+        return f"{task}__{self.script}" + ("__masked" if "--mask-actions" in self.flags else "")
+
 
 def cleanrl(mean: float, std: float) -> Target:
     return Target("CleanRL", mean, std)
@@ -64,6 +70,8 @@ def atari(script: str, scores: dict[str, tuple[Target, ...]], blog: str, theirs:
 
 MICRORTS = "--no-normalize --num-envs 8 --num-steps 128 --num-minibatches 4 --update-epochs 4".split()
 MICRORTS += "--learning-rate 2.5e-4 --clip-coef 0.1 --ent-coef 0.01".split()
+
+MASKED = "--num-envs 16 --learning-rate 2e-3 --device cpu".split()
 
 SUITES = {
     "classic": classic("ppo") + classic("ppo_shared"),
@@ -116,5 +124,17 @@ SUITES = {
             (*MICRORTS, "--no-mask-actions"),
         )
         for task in ("MicrortsMining", "MicrortsAttackShapedReward", "MicrortsRandomEnemyShapedReward3")
+    ],
+    "own": [  # nothing is published of these
+        Row("ppo_lstm", "benchmark.tasks:MaskedCartPole-v0", 150_000, (), MASKED),
+        Row("ppo", "benchmark.tasks:MaskedCartPole-v0", 150_000, (), MASKED),
+        Row("ppo_multidiscrete", "HalfCheetah-v4", 1_000_000, ()),
+        Row(
+            "ppo_multidiscrete",
+            "benchmark.microrts:MicrortsMining-v1",
+            2_000_000,
+            (),
+            (*MICRORTS, "--mask-actions"),
+        ),
     ],
 }

@@ -326,6 +326,17 @@ def test_auxiliary_detail_4_invalid_actions_are_masked():
     assert (gradient[~mask[0]] == 0).all() and (gradient[mask[0]][:4] != 0).all()
 
 
+def test_auxiliary_detail_4_a_component_without_a_valid_choice_stays_in_range():
+    """As Microrts's type of unit to build, where nothing can be built: any choice, but one that exists."""
+    agent = multi_agent((6, 2, 4))
+    mask = torch.ones(500, 12, dtype=torch.bool)
+    mask[:, 6:8] = False
+    action, _, logprob, _ = agent.act(torch.randn(500, 4), mask)
+    assert set(action[:, 1].tolist()) == {0, 1} and (action < torch.tensor([6, 2, 4])).all()
+    dist, _ = agent(torch.randn(500, 4), mask)
+    assert logprob.isfinite().all() and dist.entropy().isfinite().all()
+
+
 def test_auxiliary_detail_4_the_first_component_says_what_is_valid_of_the_others():
     agent = multi_agent((3, 2))
     mask = torch.zeros(
