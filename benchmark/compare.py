@@ -180,6 +180,7 @@ def table(results: list[tuple[Row, Result | None]]) -> list[list[str]]:
         said = next(
             (v for t in row.targets if (v := verdict(result, t)) != "not comparable"), "not comparable"
         )
+        said = said if row.targets else "nothing published"
         along_curve = next((a for t in row.targets if (a := along(result, t))), "")
         steps = f"{row.steps / 1e6:g}M"
         if result.is_cut:
