@@ -6,7 +6,7 @@
 Stop it when you like, even with kill -9: the same command goes on, each run from its checkpoint, and nothing
 is run twice. --stop-at ends the runs early on their full schedule, so that they stay comparable with the
 beginning of a published curve; --total-timesteps changes the schedule itself. Folders and checkpoints are in
-benchmark/work/, results in benchmark/results/: RUN.csv with a row an episode, runs.csv with a row a run.
+benchmark/unfinished/, results in benchmark/results/: RUN.csv (a row an episode) and runs.csv (a row a run).
 """
 
 import csv
@@ -43,7 +43,7 @@ class Args:
     flags: str = ""  # more flags for the scripts; they change the names of the results
     total_timesteps: int | None = None  # instead of the suite's, annealing included
     stop_at: int | None = None  # environment step at which to stop a run, on the full schedule
-    work: Path = ROOT / "benchmark/work"  # for run folders
+    work: Path = ROOT / "benchmark/unfinished"  # for run folders
     results: Path = ROOT / "benchmark/results"  # for CSVs
 
     def seed_list(self) -> list[int]:
