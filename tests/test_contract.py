@@ -488,3 +488,12 @@ def test_compile_runs_and_agrees():
     assert [s for s, _ in scalars(compiled, "losses/value_loss")] == [32, 64, 96]
     assert all(np.isfinite(v) for _, v in scalars(compiled, "losses/value_loss"))
     assert scalars(compiled, "charts/learning_rate") == scalars(eager, "charts/learning_rate")
+
+
+@pytest.mark.parametrize("script", [ppo_continuous, ppo_multidiscrete], ids=lambda script: script.SCRIPT)
+@pytest.mark.parametrize("env_id", ["HalfCheetah-v4", "HalfCheetah-v5"])
+def test_both_generations_of_mujoco_run(script, env_id):
+    run_dir = script.train(small_args(script, env_id=env_id))
+    assert (
+        np.isfinite(scalars(run_dir, "losses/value_loss")).all() and len(scalars(run_dir, "charts/SPS")) == 1
+    )
