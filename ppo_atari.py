@@ -276,17 +276,17 @@ class Agent(nn.Module):  # differs from ppo.py: convolutions, shared by policy a
     def __init__(self, envs: gym.vector.VectorEnv):
         super().__init__()
         self.network = nn.Sequential(  # detail 21: the Nature CNN, shared
-            layer_init(nn.Conv2d(4, 32, 8, stride=4)), nn.ReLU(),
-            layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU(),
-            layer_init(nn.Conv2d(64, 64, 3, stride=1)), nn.ReLU(), nn.Flatten(),
-            layer_init(nn.Linear(64 * 7 * 7, 512)), nn.ReLU(),
+            layer_init(nn.Conv2d(4, 32, 8, stride=4)), nn.ReLU(inplace=True),
+            layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU(inplace=True),
+            layer_init(nn.Conv2d(64, 64, 3, stride=1)), nn.ReLU(inplace=True), nn.Flatten(),
+            layer_init(nn.Linear(64 * 7 * 7, 512)), nn.ReLU(inplace=True),
         ).to(memory_format=torch.channels_last)  # fmt: skip
         self.actor = layer_init(nn.Linear(512, int(envs.single_action_space.n)), std=0.01)
         self.critic = layer_init(nn.Linear(512, 1), std=1.0)
 
     def forward(self, obs: Tensor) -> tuple[Categorical, Tensor]:
         """Policy and value (N,) of observations (N, 4, 84, 84) uint8."""
-        x = obs / 255  # detail 22: scaling to [0, 1]
+        x = obs.float().div_(255)  # detail 22: scaling to [0, 1]
         with torch.autocast(obs.device.type, torch.bfloat16, self.amp):
             hidden = self.network(x)
         return Categorical(self.actor(hidden.float())), self.critic(hidden.float()).squeeze(-1)

@@ -300,10 +300,10 @@ class Agent(nn.Module):  # differs from ppo.py: an LSTM between the network and 
         obs_shape, hidden_size = envs.single_observation_space.shape, 128
         if len(obs_shape) == 3:
             self.network = nn.Sequential(  # detail 21: the Nature CNN, here of a single frame
-                layer_init(nn.Conv2d(1, 32, 8, stride=4)), nn.ReLU(),
-                layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU(),
-                layer_init(nn.Conv2d(64, 64, 3, stride=1)), nn.ReLU(), nn.Flatten(),
-                layer_init(nn.Linear(64 * 7 * 7, 512)), nn.ReLU(),
+                layer_init(nn.Conv2d(1, 32, 8, stride=4)), nn.ReLU(inplace=True),
+                layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU(inplace=True),
+                layer_init(nn.Conv2d(64, 64, 3, stride=1)), nn.ReLU(inplace=True), nn.Flatten(),
+                layer_init(nn.Linear(64 * 7 * 7, 512)), nn.ReLU(inplace=True),
             ).to(memory_format=torch.channels_last)  # fmt: skip
         else:
             self.network = MLP(
@@ -326,7 +326,7 @@ class Agent(nn.Module):  # differs from ppo.py: an LSTM between the network and 
         starts: (T, N), true where an episode begins. state: (2, 1, N, hidden_size), before the first step.
         """
         x = obs.flatten(0, 1)
-        x = x / 255 if obs.dtype == torch.uint8 else x.float()  # detail 22: scaling to [0, 1]
+        x = x.float().div_(255) if obs.dtype == torch.uint8 else x.float()  # detail 22: scaling to [0, 1]
         with torch.autocast(obs.device.type, torch.bfloat16, self.amp):
             x = self.network(x)
         x, outputs = x.float().unflatten(0, obs.shape[:2]), []
