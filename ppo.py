@@ -278,8 +278,10 @@ class Logger:
                 fail(f"--track: {error}; pip install wandb")
             account = dict(project=args.wandb_project_name, entity=args.wandb_entity)
             same_run = dict(id=run_dir.name, name=run_dir.name, resume="allow")  # when this one is resumed
+            config = asdict(args) | dict(exp_name=SCRIPT)  # CleanRL's key: its reports group by it
+            labels = dict(config=config, group=f"{args.env_id}__{SCRIPT}", tags=[SCRIPT, args.env_id[:64]])
             try:
-                wandb.init(**account, **same_run, config=asdict(args), sync_tensorboard=True)
+                wandb.init(**account, **same_run, **labels, sync_tensorboard=True)
             except wandb.Error as error:
                 fail(f"--track: {error}")
         try:  # hiding what was logged but not saved

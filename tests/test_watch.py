@@ -1,0 +1,243 @@
+"""benchmark/watch.py: the newest checkpoint, each once, the best byte for byte, the training left alone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import scalars, small_args
+from test_contract import assert_one_line_error, assert_same
+
+import ppo
+from benchmark import watch
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = """
+import time
+from dataclasses import dataclass
+from pathlib import Path
+import torch
+
+@dataclass
+class Args:
+    num_iterations: int = 4
+    batch_size: int = 10
+    device: str = "cuda"
+    evaluate: str | None = None
+    eval_episodes: int = 10
+
+def evaluate(args):
+    assert args.device == "cpu"
+    path = Path(args.evaluate, "checkpoint.pt")
+    path.with_name("started").touch()
+    while Path("hold").exists():
+        time.sleep(0.01)
+    score = torch.load(path)["score"]
+    return [score - 1, score + 1] * (args.eval_episodes // 2)
+"""
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """A run folder of a script whose evaluations are what its checkpoints say, here in the current folder."""
+    Path("scored.py").write_text(SCRIPT)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.delitem(sys.modules, "scored", raising=False)
+    run = Path("runs/NAME")
+    run.mkdir(parents=True)
+    return run
+
+
+def save(run, iteration, score, **state):
+    """As a training saves: atomically; what it saved."""
+    state = dict(script="scored", args={}, iteration=iteration, score=score) | state
+    torch.save(state, run / "new")
+    (run / "new").replace(run / "checkpoint.pt")
+    return (run / "checkpoint.pt").read_bytes()
+
+
+def once(*flags, monkeypatch):
+    """watch.py --once in this process, which keeps its priority and its signals; its exit code."""
+    monkeypatch.setattr(sys, "argv", ["watch.py", "--once", *map(str, flags)])
+    monkeypatch.setattr(os, "nice", lambda _: 0)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    try:
+        watch.main()
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+def start(*flags):
+    command = [sys.executable, ROOT / "benchmark/watch.py", *map(str, flags), "--poll", "0.1"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(is_so):
+    deadline = time.time() + 60
+    while not is_so():
+        assert time.time() < deadline
+        time.sleep(0.02)
+
+
+def evaluations(run):
+    """[(step, mean), ...] of eval.csv, which must be TensorBoard's, too."""
+    head, *rows = [line.split(",") for line in (run / "eval.csv").read_text().splitlines()]
+    assert head == ["step", "mean", "std", "episodes", "seconds"]
+    for column, tag in ((1, "eval/episodic_return"), (2, "eval/episodic_return_std")):
+        assert scalars(run / "eval", tag) == [(int(row[0]), float(row[column])) for row in rows]
+    return [(int(row[0]), float(row[1])) for row in rows]
+
+
+def test_only_the_newest_checkpoint_until_the_training_has_finished(run):
+    Path("hold").touch()
+    watcher = start(run, "--episodes", 4)
+    assert watcher.stdout.readline() == "waiting for runs/NAME/checkpoint.pt\n"
+    first = save(run, 1, 5.0)
+    wait_for((run / "eval/10/started").exists)
+    assert os.getpriority(os.PRIO_PROCESS, watcher.pid) == 19
+    for iteration, score in ((2, 9.0), (3, 8.0), (4, 3.0)):
+        save(run, iteration, score)
+    Path("hold").unlink()
+    out, err = watcher.communicate(timeout=60)
+    assert (watcher.returncode, err) == (0, "")
+    assert out.splitlines()[-1] == "best return 5.00 at step 10: runs/NAME/best.pt"
+    assert evaluations(run) == [(10, 5.0), (40, 3.0)]
+    assert (run / "eval.csv").read_text().splitlines()[1].startswith("10,5.0,1.0,4,")
+    assert (run / "best.pt").read_bytes() == first
+    assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert not [path for path in (run / "eval").iterdir() if path.is_dir()]
+
+
+def test_nothing_is_evaluated_twice_and_the_best_is_kept(run, monkeypatch, capsys):
+    def evaluated(iteration, score, **state):
+        checkpoint = save(run, iteration, score, **state)
+        assert once(run, monkeypatch=monkeypatch) == 0
+        return checkpoint
+
+    evaluated(1, 5.0)
+    before = (run / "eval.csv").stat().st_mtime_ns
+    assert once(run, monkeypatch=monkeypatch) == 0
+    assert (run / "eval.csv").stat().st_mtime_ns == before
+    time.sleep(1.1)  # TensorBoard orders the event files of a run by their second
+    best = evaluated(2, 7.0, step=25)  # where a checkpoint says its step, this is it
+    evaluated(3, 7.0)
+    assert evaluations(run) == [(10, 5.0), (25, 7.0), (30, 7.0)]
+    assert (run / "best.pt").read_bytes() == best
+    assert capsys.readouterr().out.splitlines()[-1] == "best return 7.00 at step 25: runs/NAME/best.pt"
+
+
+class Killed(Exception):
+    pass
+
+
+def test_killed_between_any_two_writes(tmp_path, monkeypatch, run):
+    """Of the copy, eval.csv, best.pt and the picture, the first 0, 1, 2 or 3 were renamed."""
+    rename, best = Path.replace, {}
+    for written in range(4):
+        run = tmp_path / str(written)
+        run.mkdir()
+        save(run, 1, 5.0)
+        watcher = watch.Watcher(watch.Args(run))
+        watcher.evaluate()
+        best[written] = save(run, 2, 7.0)
+        left = [None] * written
+
+        def replace(self, target, left=left):
+            if not left:
+                raise Killed
+            left.pop()
+            return rename(self, target)
+
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(Path, "replace", replace)
+            watcher.evaluate()
+        watcher.writer.close()
+        watcher.lock.close()
+    time.sleep(1.1)  # TensorBoard orders the event files of a run by their second
+    for written in range(4):
+        run = tmp_path / str(written)
+        counts, third = written >= 2, save(run, 3, 6.0)  # from eval.csv on
+        watcher = watch.Watcher(watch.Args(run))
+        assert ((run / "best.pt").read_bytes() == best[written]) == counts
+        watcher.evaluate()
+        assert evaluations(run) == [(10, 5.0), *[(20, 7.0)] * counts, (30, 6.0)]
+        assert (run / "best.pt").read_bytes() == (best[written] if counts else third)
+        assert sorted(path.name for path in run.iterdir()) == [
+            "best.pt",
+            "checkpoint.pt",
+            "eval",
+            "eval.csv",
+            "learning_curve.png",
+        ]
+
+
+def test_a_training_is_the_same_with_a_watcher_that_is_killed(monkeypatch):
+    args = dict(num_steps=128, total_timesteps=6144, save_every=1)
+    alone = torch.load(ppo.train(small_args(ppo, **args)) / "checkpoint.pt")
+    log, watchers = ppo.Logger.log, []
+
+    def log_and_watch(self, step, *rest):
+        log(self, step, *rest)
+        run = Path(self.writer.log_dir)
+        if step == 1024:
+            watchers.append(start(run, "--episodes", 10_000))  # which do not end
+            wait_for(lambda: list(run.glob("eval/*/checkpoint.pt")))
+        if step == 4096:
+            watchers[0].kill()
+            assert watchers[0].communicate(timeout=60) == ("", "")
+
+    monkeypatch.setattr(ppo.Logger, "log", log_and_watch)
+    run = ppo.train(small_args(ppo, **args))
+    assert watchers[0].returncode == -signal.SIGKILL
+    assert_same(alone["agent"], torch.load(run / "checkpoint.pt")["agent"])
+    before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    assert once(run, "--episodes", 2, monkeypatch=monkeypatch) == 0
+    assert [step for step, _ in evaluations(run)] == [6144]
+    assert (run / "best.pt").read_bytes() == before[run / "checkpoint.pt"]
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert [step for step, _ in scalars(run, "charts/SPS")] == list(range(512, 6145, 512))
+
+
+def test_signals_end_it_at_once(run):
+    Path("hold").touch()
+    other = run.with_name("OTHER")
+    other.mkdir()
+    watchers = [start(folder) for folder in (run, other) if save(folder, 1, 5.0)]
+    wait_for(lambda: len(list(Path("runs").glob("*/eval/10/started"))) == 2)
+    for watcher, signum in zip(watchers, (signal.SIGINT, signal.SIGTERM), strict=True):
+        watcher.send_signal(signum)
+        assert watcher.communicate(timeout=60) == ("", "") and watcher.returncode == 128 + signum
+    assert sorted(os.listdir(run)) == ["checkpoint.pt", "eval"]
+
+
+def test_mistakes(run, monkeypatch, capsys):
+    def mistake(words, *flags):
+        assert_one_line_error(once(*flags, monkeypatch=monkeypatch), capsys, words)
+
+    mistake("there is no folder nowhere", "nowhere")
+    mistake("there is no runs/NAME/checkpoint.pt yet", run)
+    mistake("must be above 0", run, "--episodes", 0)
+    mistake("must be above 0", run, "--poll", 0)
+    watcher = watch.Watcher(watch.Args(run))
+    mistake("runs/NAME has a watcher", run)
+    watcher.lock.close()
+    checkpoint = save(run, 1, 5.0)
+    for bad in (b"", checkpoint[: len(checkpoint) // 2], b"no checkpoint"):
+        (run / "checkpoint.pt").write_bytes(bad)
+        mistake("runs/NAME/checkpoint.pt is no readable checkpoint", run)
+    save(run, 1, 5.0, args=dict(unknown=1))
+    mistake("runs/NAME/checkpoint.pt is of another scored.py: .* 'unknown'", run)
+    save(run, 1, 5.0)
+    mistake("is a run of scored.py: .* --script", run, "--script", "other.py")
+    Path("elsewhere").mkdir()
+    Path("scored.py").rename("elsewhere/scored.py")
+    mistake("is a run of scored.py: .* --script", run)
+    assert os.listdir(run / "eval") and not (run / "eval.csv").exists()
+    del sys.modules["scored"]
+    assert once(run, "--script", "elsewhere/scored.py", monkeypatch=monkeypatch) == 0
+    assert evaluations(run) == [(10, 5.0)]
