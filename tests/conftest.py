@@ -4,6 +4,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import impala_vtrace
 import ppo
 import ppo_atari
 import ppo_continuous
@@ -14,6 +15,7 @@ import ppo_shared
 # the details of ppo.py, 1 to 13, are tested on the first three; the others have that code word for word
 SCRIPTS = {"ppo": ppo, "ppo_shared": ppo_shared, "ppo_atari": ppo_atari}
 OTHERS = {"ppo_continuous": ppo_continuous, "ppo_lstm": ppo_lstm, "ppo_multidiscrete": ppo_multidiscrete}
+OTHERS |= {"impala_vtrace": impala_vtrace}
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +38,8 @@ def small_args(script, **flags):
     small = dict(num_envs=2 if script is ppo_atari else 4, num_steps=16, total_timesteps=64, device="cpu")
     if script in (ppo_continuous, ppo_multidiscrete):
         small |= dict(num_minibatches=4, update_epochs=2)
+    if script is impala_vtrace:  # in turn, so that it repeats; an unroll of each environment is a batch
+        small |= dict(env_id="CartPole-v1", sync=True, log_every=1, batch_unrolls=flags.get("num_envs", 4))
     return script.Args(**small | flags)
 
 

@@ -1,5 +1,7 @@
 """Small environments with a known answer. Importing this module registers them."""
 
+import time
+
 import gymnasium as gym
 import numpy as np
 
@@ -221,6 +223,25 @@ class ImageObservations(Probe):
     observation_space = gym.spaces.Box(0, 255, (84, 84, 3), np.uint8)
 
 
+class Hang(Aligned):
+    """Never returns from its 1000th step."""
+
+    steps = 0
+
+    def reward(self, action):
+        Hang.steps += 1
+        if Hang.steps == 1000:
+            time.sleep(1000)
+        return 0.0
+
+
+class Exit(Aligned):
+    def reward(self, action):
+        if self.t == 10:
+            raise SystemExit("from within")
+        return 0.0
+
+
 PROBES = (
     RewardByObservation,
     RewardByAction,
@@ -231,6 +252,8 @@ PROBES = (
     HugeReward,
     NanReward,
     Crash,
+    Hang,
+    Exit,
 )
 OTHERS = (
     AlignedBox,

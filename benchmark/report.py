@@ -1,0 +1,342 @@
+"""Any runs side by side: one HTML page from run folders, or a saved W&B report from a W&B project.
+
+    python benchmark/report.py runs/*                               # report.html, which needs no network
+    python benchmark/report.py --wandb --project ppo --entity ME    # the same of runs logged with --track
+
+Reads the folders of these scripts, of their copies and of CleanRL. Runs are grouped by environment, script
+and the flags in which runs of a script differ, seeds aside. A curve is the mean over seeds of each seed's
+last 100 values of --metric, as far as all seeds have come; its band is one standard deviation over seeds;
+thin lines are the seeds. Minutes leave out what passed between a stop and a resumption. Of several runs with
+equal flags and seed the longest counts, of equally long ones the newest.
+"""
+
+import base64
+import html
+import io
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import tyro
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmark.compare import number  # noqa: E402
+
+FORMATS = {  # where a script logs its arguments, and how
+    "args/text_summary": ("ours", r"^ *(\w+): (.*)$"),
+    "hyperparameters/text_summary": ("CleanRL", r"^\|(\w+)\|(.*)\|$"),
+}
+PREFIXES = ("charts/", "losses/", "eval/")  # of what is drawn
+NO_GROUP = set(  # what tells no groups apart
+    "env_id exp_name seed resume evaluate eval_episodes capture_video save_every save_model upload_model "
+    "hf_entity track wandb_project_name wandb_entity param".split()
+)
+
+
+@dataclass
+class Args:
+    folders: tyro.conf.Positional[tuple[Path, ...]] = ()  # run folders, or folders of run folders
+    out: Path = Path("report.html")  # the page
+    metric: str = "charts/episodic_return"  # what to compare
+    wandb: bool = False  # save a report of a W&B project instead
+    project: str = "ppo"  # W&B project
+    entity: str | None = None  # W&B user or team
+
+
+def fail(message: object) -> NoReturn:
+    """A mistake of the user, not a bug: one line on stderr and exit code 2."""
+    print(f"report.py: error: {' '.join(str(message).split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+# === Runs ====================================================================================
+
+
+@dataclass
+class Run:
+    folder: Path
+    env_id: str
+    script: str
+    seed: str
+    flags: dict[str, str]
+    scalars: dict[str, np.ndarray]  # (n, 3) by tag: step, minutes, value
+    end: tuple[float, float]  # last step and minute
+    started: float  # Unix time
+
+    def curve(self, tag: str, axis: int, grid: np.ndarray, window: int | None) -> list[float]:
+        """Mean of the last `window` values, or of those in a step of the grid; NaN outside of the run."""
+        points = self.scalars[tag][np.argsort(self.scalars[tag][:, axis], kind="stable")]
+        counts = np.searchsorted(points[:, axis], grid, side="right")
+        counts[grid > self.end[axis]] = 0
+        window = window or 1 + len(points) // len(grid)
+        return [points[max(n - window, 0) : n, 2].mean() if n else np.nan for n in counts]
+
+
+def event_folders(folder: Path) -> list[Path]:
+    """Those with TensorBoard's events, in folder or below: CleanRL's runs of ALE/Pong-v5 are in runs/ALE."""
+    found = {path.parent.resolve() for path in folder.rglob("events.out.tfevents.*")}
+    return sorted(path for path in found if path.name != "eval" or path.parent not in found)
+
+
+def read(folder: Path) -> Run:
+    """The run in a folder, finished or not; ValueError says why there is none."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    flags = {"format": "none"}
+    for tag, (name, pattern) in FORMATS.items():
+        if tag in events.Tags()["tensors"]:  # a resumed run logged its arguments again
+            text = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
+            flags = {"format": name} | dict(re.findall(pattern, text, re.MULTILINE))
+    named = re.fullmatch(r"(?P<env_id>.+)__(?P<script>.+)__(?P<seed>\d+)__\d+", folder.name)
+    named = named.groupdict() if named else {}
+    env_id, seed = flags.get("env_id", named.get("env_id")), flags.get("seed", named.get("seed"))
+    if not env_id:
+        raise ValueError("no arguments logged, and no name such as ENV_ID__SCRIPT__SEED__TIME")
+    points = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
+    if (folder / "eval").is_dir():  # of watch.py
+        evals = EventAccumulator(str(folder / "eval"), size_guidance={"scalars": 0}).Reload()
+        points = {tag: evals.Scalars(tag) for tag in evals.Tags()["scalars"]} | points
+    scalars = {}
+    for tag in filter(lambda tag: tag.startswith(PREFIXES), points):
+        found = [(e.step, e.wall_time, e.value) for e in points[tag] if np.isfinite(e.value)]
+        if found:
+            scalars[tag] = np.array(sorted(found, key=lambda e: e[0]))
+    training = [x for tag, x in scalars.items() if not tag.startswith("eval/")]
+    if not training:
+        raise ValueError("nothing logged so far")
+    # every start has written a file, named by its second: the time before it is no training
+    starts = [float(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*")]
+    ticks = np.unique(np.concatenate([starts, *(x[:, 1] for x in training)]))
+    gaps = np.diff(ticks, prepend=ticks[0])
+    minutes = np.cumsum(np.where(np.isin(ticks, starts), 0, gaps)) / 60
+    for x in scalars.values():
+        x[:, 1] = np.interp(x[:, 1], ticks, minutes)
+    end = (max(x[:, 0].max() for x in training), minutes[-1])
+    env_id = env_id.replace("/", "-").replace(":", "-")  # as in the folder's name
+    script, seed = named.get("script", folder.name), seed or folder.name
+    return Run(folder, env_id, script, seed, flags, scalars, end, min(starts))
+
+
+def differing(variants: list[dict[str, str]]) -> list[str]:
+    """Flags in which variants of a script differ: what all have, and others as needed to tell them apart."""
+
+    def told(names: list[str]) -> int:
+        return len({tuple(variant.get(name) for name in names) for variant in variants})
+
+    names = [k for k in dict.fromkeys(k for v in variants for k in v) if told([k]) > 1 and k not in NO_GROUP]
+    chosen = [name for name in names if all(name in variant for variant in variants)]
+    for name in names:
+        chosen += [name] if told([*chosen, name]) > told(chosen) else []
+    return chosen
+
+
+def group(runs: list[Run], notes: list[str]) -> dict[str, dict[str, list[Run]]]:
+    """Runs by environment and label, sorted by seed; adds a line to notes on each that is left out."""
+    groups, flags = {}, {}
+    for run in runs:
+        flags.setdefault((run.env_id, run.script), []).append(run.flags)
+    names = {script: differing(variants) for script, variants in flags.items()}
+    for run in sorted(runs, key=lambda run: (-run.end[0], -run.started)):
+        label = ", ".join(f"{k}={run.flags.get(k, '–')}" for k in names[run.env_id, run.script])
+        label = f"{run.script}: {label}" if label else run.script
+        same = groups.setdefault(run.env_id, {}).setdefault(label, {})
+        if run.seed in same:
+            notes.append(f"{run.folder.name}: left out for {same[run.seed].folder.name}, longer or newer")
+        same.setdefault(run.seed, run)
+    for labels in groups.values():
+        for label, same in labels.items():
+            labels[label] = sorted(same.values(), key=lambda run: (len(run.seed), run.seed))
+    return {env_id: dict(sorted(groups[env_id].items())) for env_id in sorted(groups)}
+
+
+# === HTML ====================================================================================
+
+
+def results(groups: dict[str, list[Run]], metric: str) -> list[list[str]]:
+    """Rows of cells, the head first."""
+    lines = [["script", "seeds", "steps", f"final {metric}", "steps/s", "hours"]]
+    for label, runs in groups.items():
+        final = [run.scalars[metric][-100:, 2].mean() for run in runs if metric in run.scalars]
+        speed = [run.scalars["charts/SPS"][-1, 2] for run in runs if "charts/SPS" in run.scalars]
+        ends = sorted({run.end[0] for run in runs})
+        cells = [label, ", ".join(run.seed for run in runs)]
+        cells.append(" to ".join(f"{end:,.0f}" for end in (ends[0], *ends[1:][-1:])))
+        cells.append(number(np.mean(final)) if final else "")
+        cells[-1] += f" ± {number(np.std(final, ddof=1))}" if len(final) > 1 else ""
+        cells.append(f"{np.mean(speed):,.0f}" if speed else "")
+        lines.append([*cells, f"{np.mean([run.end[1] for run in runs]) / 60:.3g}"])
+    return lines
+
+
+def arguments(groups: dict[str, list[Run]]) -> list[list[str]]:
+    """Rows of cells, the head first: the arguments in which the groups differ."""
+    flags = [runs[0].flags for runs in groups.values()]
+    names = [name for name in dict.fromkeys(name for f in flags for name in f) if name not in NO_GROUP]
+    lines = [[name, *(f.get(name, "–") for f in flags)] for name in names]
+    return [["argument", *groups], *(line for line in lines if len(set(line[1:])) > 1)]
+
+
+def draw(ax: Axes, groups: dict[str, list[Run]], tag: str, axis: int, window: int | None):
+    """Curves of a tag over steps (axis 0) or minutes (axis 1)."""
+    for k, (label, runs) in enumerate(groups.items()):
+        style = dict(color=f"C{k % 10}", linestyle=("-", "--", ":", "-.")[k // 10 % 4])
+        ax.plot([], label=label, **style)  # for the legend
+        if runs := [run for run in runs if tag in run.scalars]:
+            grid = np.linspace(0, max(run.end[axis] for run in runs), 201)
+            curves = np.array([run.curve(tag, axis, grid, window) for run in runs])
+            mean, std = curves.mean(0), curves.std(0, ddof=len(runs) > 1)
+            ax.plot(grid, curves.T, alpha=0.3, linewidth=0.7, **style)
+            dot = "." if np.isfinite(mean).sum() == 1 else None  # no line: one evaluation at the end
+            ax.plot(grid, mean, linewidth=1.5, marker=dot, **style)
+            ax.fill_between(grid, mean - std, mean + std, color=style["color"], alpha=0.15, linewidth=0)
+    ax.set_xlabel(("environment steps", "minutes")[axis], fontsize=8)
+    ax.set_title(tag, fontsize=9)
+    if axis == 0:
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    ax.tick_params(labelsize=7)
+
+
+def pictures(groups: dict[str, list[Run]], metric: str) -> list[Figure]:
+    """The metric over steps and minutes, and small panels of all else that was logged."""
+    columns = max(1, 120 // max(map(len, groups)))
+    figure = Figure(figsize=(11, 4 + 0.2 * len(groups) / columns), layout="constrained")
+    for axis, ax in enumerate(figure.subplots(1, 2, sharey=True)):
+        draw(ax, groups, metric, axis, 100)
+    lines, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=columns, fontsize=8)
+    tags = sorted({tag for runs in groups.values() for run in runs for tag in run.scalars} - {metric})
+    if not tags:
+        return [figure]
+    rows = -(-len(tags) // 4)
+    panels = Figure(figsize=(11, 2.1 * rows), layout="constrained")
+    for ax, tag in zip(panels.subplots(rows, 4, squeeze=False).flat, tags, strict=False):
+        draw(ax, groups, tag, 0, 100 if tag.startswith("charts/episodic") else None)
+    for ax in panels.axes[len(tags) :]:
+        ax.axis("off")
+    return [figure, panels]
+
+
+def page(groups: dict[str, dict[str, list[Run]]], notes: list[str], metric: str) -> str:
+    """One HTML page with everything in it."""
+
+    def table(lines: list[list[str]]) -> str:
+        cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in line) for line in lines]
+        head, *body = [f"<tr>{line}</tr>" for line in cells]
+        return f"<table>{head.replace('td>', 'th>')}{''.join(body)}</table>" if body else ""
+
+    def image(figure: Figure) -> str:
+        buffer = io.BytesIO()
+        figure.savefig(buffer, dpi=100)
+        return f'<p><img src="data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
+
+    style = "body{font:14px sans-serif;margin:2em} table{border-collapse:collapse;margin:1em 0} "
+    style += "td,th{border:1px solid #ccc;padding:3px 8px;text-align:left} img{max-width:100%}"
+    said = f"Curves and finals: mean over seeds of each seed's last 100 {metric}. Bands and ±: one standard "
+    said += "deviation over seeds. Thin lines: the seeds. Hours and steps/s: mean over seeds, without pauses."
+    parts = [f"<p>{html.escape(said)}", *(f"<br>{html.escape(note)}" for note in notes)]
+    for env_id, labels in groups.items():
+        main, *panels = [image(figure) for figure in pictures(labels, metric)]
+        parts += [f"<h2>{html.escape(env_id)}</h2>", table(results(labels, metric)), main]
+        parts += [table(arguments(labels)), *panels]
+    return f"<!doctype html><meta charset=utf-8><title>Runs</title><style>{style}</style>{''.join(parts)}\n"
+
+
+# === Weights & Biases =========================================================================
+
+
+def build_report(runs: list, project: str, entity: str, metric: str):
+    """The unsaved W&B report of W&B runs (their config and summary): a grid of panels an environment."""
+    import wandb_workspaces.reports.v2 as wr
+
+    blocks, runs = [], [run for run in runs if "env_id" in run.config]
+    for env_id in sorted({run.config["env_id"] for run in runs}):
+        same, flags = [run for run in runs if run.config["env_id"] == env_id], {}
+        for run in same:
+            flags.setdefault(run.config.get("exp_name"), []).append(
+                {k: str(v) for k, v in run.config.items()}
+            )
+        names = dict.fromkeys(name for variants in flags.values() for name in differing(variants))
+        runset = wr.Runset(
+            project=project,
+            entity=entity,
+            name=env_id,
+            filters=f"Config('env_id') == {env_id!r}",
+            groupby=[f"config.{name}" for name in ("env_id", "exp_name", *names)],
+        )
+        band = dict(groupby_aggfunc="mean", groupby_rangefunc="stddev", max_runs_to_show=100)
+        smooth = dict(smoothing_type="exponentialTimeWeighted", smoothing_factor=0.9, **band)
+        panels = [
+            wr.LinePlot(title=f"{metric} by {by}", x=x, y=[metric], layout=wr.Layout(w=12, h=8), **smooth)
+            for by, x in (("environment step", "global_step"), ("time", "RelativeTime(Process)"))
+        ]
+        for tag in sorted({tag for run in same for tag in run.summary.keys() if tag.startswith(PREFIXES)}):
+            if tag != metric:
+                panels.append(wr.LinePlot(title=tag, x="global_step", y=[tag], **band))
+        blocks += [wr.H2(env_id), wr.PanelGrid(runsets=[runset], panels=panels)]
+    said = "Mean and standard deviation over the runs of a group: environment, script and differing flags."
+    title = f"{project} side by side"
+    return wr.Report(project, entity, title=title, description=said, blocks=blocks, width="fluid")
+
+
+def save_report(args: Args):
+    try:
+        import wandb
+        import wandb_workspaces  # noqa: F401
+        from wandb.sdk.lib.service.service_connection import WandbApiFailedError  # is no wandb.Error
+    except ImportError as error:
+        fail(f"--wandb: {error}; pip install wandb wandb-workspaces")
+    wandb.setup(wandb.Settings(silent=True))
+    try:
+        if not wandb.login(prompt=False):
+            fail("--wandb needs a W&B login (`wandb login` or WANDB_API_KEY), and WANDB_MODE not offline")
+        api = wandb.Api()
+        entity = args.entity or api.default_entity
+        runs = list(api.runs(f"{entity}/{args.project}", lazy=False))
+        report = build_report(runs, args.project, entity, args.metric)
+        if not report.blocks:
+            fail(f"--wandb: no run with an env_id in its config in {entity}/{args.project}")
+        print(report.save().url)
+    except (wandb.Error, WandbApiFailedError, ValueError) as error:
+        fail(f"--wandb: {error}")
+
+
+def main():
+    args = tyro.cli(Args)
+    if args.wandb:
+        if args.folders:
+            fail("--wandb compares the runs of a W&B project, not folders")
+        return save_report(args)
+    if args.out.is_dir() or not args.out.parent.is_dir():
+        fail(f"--out {args.out} must be a file in a folder that exists")
+    runs, notes = {}, []
+    for folder in args.folders:
+        found = event_folders(folder)
+        notes += [] if found else [f"{folder}: no TensorBoard events"]
+        for path in found:
+            try:
+                runs[path] = read(path)
+            except (OSError, ValueError) as error:
+                notes.append(f"{path.name}: {error}")
+    if not runs:
+        fail("; ".join(notes) or "give run folders, such as runs/*")
+    groups = group(list(runs.values()), notes)
+    notes += [
+        f"{path.name}: no {args.metric} so far" for path in runs if args.metric not in runs[path].scalars
+    ]
+    for note in notes:
+        print(f"report.py: {note}", file=sys.stderr)
+    temporary = args.out.with_name(f"{args.out.name}.tmp")
+    temporary.write_text(page(groups, notes, args.metric))
+    temporary.replace(args.out)
+    print(args.out)
+
+
+if __name__ == "__main__":
+    main()

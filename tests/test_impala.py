@@ -1,0 +1,571 @@
+"""impala_vtrace.py: V-trace by its definition, what actors send, replay, tasks, and how a run can end."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import scalars
+
+import impala_vtrace
+from impala_vtrace import Actor, Agent, Args, Group, Replay, Unrolls, human_normalized, impala_loss, vtrace
+
+ROOT = Path(__file__).parent.parent
+
+
+def actors_alive():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("actor")]
+
+
+def small(**flags):
+    """Two groups of two environments; an update is one unroll of each."""
+    flags = dict(env_id="Count-v0", num_envs=4, num_steps=8, batch_unrolls=4, log_every=1) | flags
+    return Args(**dict(total_timesteps=32 * 10, sync=True, device="cpu") | flags)
+
+
+# === V-trace ===
+
+
+def inputs(T=6, N=3, scale=1.0, done=0.2, seed=0):
+    rng = np.random.default_rng(seed)
+    arrays = [rng.normal(scale=scale, size=(T, N)) for _ in range(4)]
+    behavior, target, rewards, values = (torch.from_numpy(x) for x in arrays)
+    discounts = torch.from_numpy(0.9 * (rng.random((T, N)) > done))
+    return behavior, target, rewards, discounts, values, torch.from_numpy(rng.normal(size=N))
+
+
+def by_definition(behavior, target, rewards, discounts, values, last, rho_bar, c_bar, pg_rho_bar, lam):
+    """Equation 1: v_s = V(x_s) + sum over t >= s of gamma^(t-s) (product of c_i, s <= i < t) delta_t."""
+    T, N = rewards.shape
+    ratio = np.exp((target - behavior).numpy())
+    rho, c, pg_rho = (
+        np.minimum(ratio, np.inf if bar is None else bar) for bar in (rho_bar, c_bar, pg_rho_bar)
+    )
+    r, g, V = rewards.numpy(), discounts.numpy(), np.vstack((values.numpy(), last.numpy()))
+    vs, advantages = np.vstack((V[:-1], V[-1:])), np.zeros((T, N))
+    for n in range(N):
+        for s in range(T):
+            for t in range(s, T):
+                weight = np.prod([g[i, n] * lam * c[i, n] for i in range(s, t)])
+                vs[s, n] += weight * rho[t, n] * (r[t, n] + g[t, n] * V[t + 1, n] - V[t, n])
+        for s in range(T):
+            advantages[s, n] = pg_rho[s, n] * (r[s, n] + g[s, n] * vs[s + 1, n] - V[s, n])
+    return vs[:-1], advantages
+
+
+@pytest.mark.parametrize(
+    "bars", [(1.0, 1.0, 1.0, 1.0), (2.0, 0.5, 1.5, 0.9), (None, None, None, 1.0), (1.0, None, 3.0, 0.0)]
+)
+@pytest.mark.parametrize("T", [1, 2, 7])
+def test_vtrace_is_equation_1(bars, T):
+    x = inputs(T)
+    for ours, theirs in zip(vtrace(*x, *bars), by_definition(*x, *bars), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_vtrace_on_policy_is_the_n_step_return():
+    _, target, rewards, discounts, values, last = inputs(done=0)
+    vs, advantages = vtrace(target, target, rewards, discounts, values, last)
+    value = last
+    for t in reversed(range(len(rewards))):
+        value = rewards[t] + discounts[t] * value
+        torch.testing.assert_close(vs[t], value)
+        torch.testing.assert_close(advantages[t], value - values[t])
+
+
+def test_vtrace_by_hand():
+    """Two steps with ratios 2 and 1/2: deltas 1 (1 + .9 * 2 - 1) = 1.8 and .5 (0 + .9 * 4 - 2) = .8."""
+    ratio = torch.tensor([[2.0], [0.5]]).log()
+    x = dict(rewards=torch.tensor([[1.0], [0.0]]), discounts=torch.full((2, 1), 0.9))
+    x |= dict(values=torch.tensor([[1.0], [2.0]]), bootstrap_value=torch.tensor([4.0]))
+    vs, advantages = vtrace(torch.zeros(2, 1), ratio, **x)
+    torch.testing.assert_close(vs, torch.tensor([[1 + 1.8 + 0.9 * 0.8], [2.8]]))
+    torch.testing.assert_close(advantages, torch.tensor([[1 + 0.9 * 2.8 - 1], [0.5 * (0.9 * 4 - 2)]]))
+
+
+def test_vtrace_does_not_see_beyond_the_end_of_an_episode():
+    x = list(inputs(T=5, done=0))
+    x[3][2] = 0  # step 2 ends an episode in every environment
+    before = vtrace(*x)
+    for k in (2, 4):  # rewards and values of the next episode
+        x[k] = x[k].clone()
+        x[k][3:] += 100
+    for ours, theirs in zip(vtrace(*x), before, strict=True):
+        assert torch.equal(ours[:3], theirs[:3]) and not torch.equal(ours[3:], theirs[3:])
+
+
+def test_vtrace_survives_large_ratios_and_has_no_gradient():
+    behavior, target, *rest = inputs(scale=1e3)
+    rest[2].requires_grad_()
+    results = vtrace(behavior, target, *rest)
+    assert all(x.isfinite().all() and not x.requires_grad for x in results)
+
+
+# === What actors send ===
+
+
+class Walk(gym.Env):
+    """Observes 10 episode + step; the reward is action + step / 10; episodes of 3, 4, 5, ... steps."""
+
+    observation_space, action_space = (
+        gym.spaces.Box(-np.inf, np.inf, (2,), np.float32),
+        gym.spaces.Discrete(2),
+    )
+    episode = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.episode, self.t = self.episode + 1, 0
+        return self.observe(), {}
+
+    def observe(self):
+        return np.array([10 * self.episode + self.t, 1], np.float32)
+
+    def step(self, action):
+        self.t += 1
+        cut = self.t >= 2 + self.episode
+        return self.observe(), action + self.t / 10, False, cut, {}
+
+
+gym.register("Walk-v0", Walk)
+
+
+def collected(args, count=4):
+    """Unrolls of the first group of an actor with a random agent, and the agent."""
+    torch.manual_seed(1)
+    actor, found = Actor(args.env_ids[0], args, seed=1), []
+    agent = Agent(actor.groups[0].envs, args)
+    with torch.no_grad():
+        for version in range(count):
+            both = [Unrolls(args, agent, actor.groups[0].row) for _ in range(2)]
+            actor.unroll(agent, version, both)
+            found.append(both[0])
+    return found, agent
+
+
+def test_unrolls_pair_every_action_with_its_reward_and_end():
+    found, _ = collected(small(env_id="Walk-v0", num_steps=7))
+    for before, after in zip(found, found[1:], strict=False):
+        for name in ("obs", "last_actions", "last_rewards", "starts"):  # the last row is the next one's first
+            assert np.array_equal(before.data[name][-1], after.data[name][0]), name
+    data = {
+        k: np.concatenate([u.data[k][:-1] for u in found])[:, 0] for k in ("obs", "last_actions", "starts")
+    }
+    rewards = np.concatenate([u.data["last_rewards"][:-1] for u in found])[:, 0]
+    step = data["obs"][:, 0].astype(int) % 10
+    episode = data["obs"][:, 0].astype(int) // 10
+    assert (data["starts"] == (step == 0)).all() and data["starts"].sum() >= 5
+    for t in range(1, len(step)):
+        taken = step[t] if step[t] else 1 + episode[t]  # the last step of the episode before
+        np.testing.assert_allclose(rewards[t], data["last_actions"][t] + taken / 10, rtol=1e-6)
+    episodes = [e for u in found for e in u.episodes]
+    assert [length for _, _, length in episodes][::2] == [3, 4, 5, 6, 7][: len(episodes) // 2]
+    ends = [7 * k + t for k, u in enumerate(found) for t, _, _ in u.episodes][::2]
+    assert ends == np.flatnonzero(data["starts"])[1:].tolist()[: len(ends)]
+
+
+@pytest.mark.parametrize("lstm", [False, True])
+def test_learner_recomputes_what_the_actor_did(lstm):
+    """The same parameters: ratio 1 for every step, with the LSTM's state reset where episodes begin."""
+    found, agent = collected(small(env_id="Walk-v0", num_steps=7, lstm=lstm))
+    for unrolls in found:
+        data = {name: torch.from_numpy(x) for name, x in unrolls.data.items()}
+        with torch.no_grad():
+            dist, values, state = agent(data, data["state"])
+        logprobs = dist.log_prob(data["last_actions"].roll(-1, 0))[:-1]
+        torch.testing.assert_close(logprobs, data["logprobs"])
+        _, info = impala_loss(agent, data, small(lstm=lstm))
+        assert abs(info["rho"] - 1) < 1e-6 and abs(info["approx_kl"]) < 1e-6
+    if lstm:
+        assert state.shape == (2, 2, 64) and data["state"].abs().max() > 0
+        data["starts"][3:5] = ~data["starts"][3:5]
+        assert not torch.allclose(agent(data, data["state"])[1], values)
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, dict(lstm=True), dict(env_id="PongNoFrameskip-v4", total_timesteps=64)]
+)
+def test_ratio_is_one_before_the_first_gradient_step(flags):
+    run_dir = impala_vtrace.train(small(**flags))
+    assert abs(scalars(run_dir, "losses/rho")[0][1] - 1) < 1e-6
+    assert abs(scalars(run_dir, "losses/approx_kl")[0][1]) < 1e-6
+
+
+def test_last_action_and_reward_reach_the_lstm():
+    found, agent = collected(small(env_id="Walk-v0", lstm=True), count=1)
+    data = {name: torch.from_numpy(x) for name, x in found[0].data.items()}
+    with torch.no_grad():
+        value = agent(data, data["state"])[1]
+        for name, other in (
+            ("last_actions", 1 - data["last_actions"]),
+            ("last_rewards", -data["last_rewards"]),
+        ):
+            assert not torch.allclose(agent(data | {name: other}, data["state"])[1], value), name
+        clipped = data["last_rewards"].clamp(-1, 1)
+        assert torch.equal(agent(data | dict(last_rewards=clipped), data["state"])[1], value)
+
+
+def test_time_limit_is_bootstrapped_on_demand():
+    """Cut-v0 is cut after 4 steps, and its last observation has a 100."""
+    args = small(env_id="Cut-v0", bootstrap_truncated=True)
+    found, agent = collected(args, count=1)
+    data = found[0].data
+    with torch.no_grad():
+        row = dict(obs=torch.tensor([[[100.0, 1.0]]]), starts=torch.zeros(1, 1, dtype=bool))
+        value = agent(row, agent.initial_state(1))[1].item()
+    np.testing.assert_allclose(data["bootstraps"][[4, 8]], 0.99 * value, rtol=1e-5)
+    assert np.flatnonzero(data["bootstraps"][:, 0]).tolist() == [4, 8]
+    assert not collected(small(env_id="Cut-v0"), count=1)[0][0].data["bootstraps"].any()
+
+
+def test_atari_group_ends_episodes_with_lives_and_keeps_the_raw_score():
+    group = Group("BreakoutNoFrameskip-v4", small(), 2, seed=3)
+    rng, scores, starts, episodes = np.random.default_rng(0), np.zeros(2), np.zeros(2), []
+    for _ in range(900):
+        group.send(rng.integers(4, size=2))
+        episodes += group.receive()[1]
+        scores += group.row["last_rewards"]
+        starts += group.row["starts"]
+    assert group.row["obs"].shape == (2, 4, 84, 84) and group.row["obs"].dtype == np.uint8
+    assert len(episodes) >= 2 and starts.sum() >= 5 * len(episodes)
+    assert scores.sum() == sum(r for r, _ in episodes) + group.returns.sum()
+
+
+def test_images_and_dictionaries_become_arrays():
+    class Picture(gym.Env):
+        observation_space = gym.spaces.Box(0, 255, (40, 48, 3), np.uint8)
+
+    class Grid(gym.Env):
+        image = gym.spaces.Box(0, 255, (7, 7, 3), np.uint8)
+        observation_space = gym.spaces.Dict(image=image, direction=gym.spaces.Discrete(4))
+
+    shapes = [impala_vtrace.as_array(env()).observation_space.shape for env in (Picture, Grid)]
+    assert shapes == [(3, 40, 48), (147,)]
+
+
+# === Loss and optimizer ===
+
+
+def off_policy_batch(T=5, N=3, **flags):
+    found, agent = collected(
+        small(env_id="Walk-v0", num_steps=T, num_envs=2 * N, batch_unrolls=N, **flags), 2
+    )
+    data = {name: torch.from_numpy(x).clone() for name, x in found[1].data.items()}
+    data["logprobs"] += torch.from_numpy(np.random.default_rng(0).normal(size=(T, N)).astype(np.float32))
+    return agent, data
+
+
+def gradient(agent, batch, **flags):
+    loss, _ = impala_loss(agent, batch, small(**flags))
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(agent.parameters()))])
+
+
+def test_loss_is_summed_and_made_of_its_parts():
+    agent, batch = off_policy_batch()
+    dist, values, _ = agent(batch, batch["state"])
+    logprobs = dist.log_prob(batch["last_actions"].roll(-1, 0))[:-1]
+    rewards = batch["last_rewards"][1:].clamp(-1, 1)
+    targets = rewards, 0.99 * ~batch["starts"][1:], values[:-1], values[-1]
+    vs, advantages = vtrace(batch["logprobs"], logprobs, *targets)
+    entropy = -(dist.logprobs.exp() * dist.logprobs)[:-1].sum()
+    expected = -(logprobs * advantages).sum() + 0.25 * ((vs - values[:-1]) ** 2).sum() - 0.01 * entropy
+    loss, info = impala_loss(agent, batch, small())
+    torch.testing.assert_close(loss, expected)
+    twice = {name: torch.cat((x, x), 1) for name, x in batch.items()}
+    torch.testing.assert_close(gradient(agent, twice), 2 * gradient(agent, batch), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(info["entropy"], (entropy / 15).detach())
+
+
+def test_corrections_of_the_ablation():
+    """one-step-is weighs the policy gradient of none; epsilon moves it a little; on-policy all agree."""
+    agent, batch = off_policy_batch()
+    parts = dict(vf_coef=0.0, ent_coef=0.0)
+    kinds = ("vtrace", "one-step-is", "epsilon", "none")
+    found = {kind: gradient(agent, batch, correction=kind, **parts) for kind in kinds}
+    assert len({tuple(g[:50].tolist()) for g in found.values()}) == 4
+    torch.testing.assert_close(found["epsilon"], found["none"], rtol=1e-3, atol=1e-4)
+    with torch.no_grad():
+        logprobs = agent(batch, batch["state"])[0].log_prob(batch["last_actions"].roll(-1, 0))[:-1]
+    rho = (logprobs - batch["logprobs"]).exp().clamp(max=1)
+    assert rho.min() < 0.8
+    targets = {kind: impala_loss(agent, batch, small(correction=kind))[1]["value_loss"] for kind in kinds}
+    assert targets["one-step-is"] == targets["epsilon"] == targets["none"] != targets["vtrace"]
+    batch["logprobs"] = logprobs
+    on_policy = [gradient(agent, batch, correction=kind) for kind in kinds]
+    for g in on_policy:
+        torch.testing.assert_close(g, on_policy[0], rtol=1e-3, atol=1e-3)
+
+
+def test_rewards_are_clipped_or_squeezed():
+    raw = torch.tensor([-20.0, -0.5, 0.5, 20.0])
+    expected = dict(clip=[-1, -0.5, 0.5, 1], raw=raw.tolist())
+    expected["soft-asymmetric"] = [1.5 * np.tanh(-4), 1.5 * np.tanh(-0.1), 5 * np.tanh(0.1), 5 * np.tanh(4)]
+    for how, values in expected.items():
+        np.testing.assert_allclose(impala_vtrace.transform(raw, how), values, rtol=1e-5)
+
+
+def test_update_is_clipped_rmsprop_with_epsilon_inside_the_root(monkeypatch):
+    """Of a gradient of twos: norm clipped to 40, mean of squares ms from 1, lr g / sqrt(ms + eps)."""
+    monkeypatch.setattr(
+        torch.autograd, "grad", lambda loss, inputs: [torch.full_like(x, 2.0) for x in inputs]
+    )
+    agents = []
+    original = Agent.__init__
+    monkeypatch.setattr(Agent, "__init__", lambda self, *x: (original(self, *x), agents.append(self))[0])
+    torch.manual_seed(1)
+    impala_vtrace.train(small(total_timesteps=32, anneal_lr=False))
+    torch.manual_seed(1)
+    fresh = Agent(Group("Count-v0", small(), 2, 1).envs, small())
+    ours = torch.cat([p.flatten() for p in agents[0].parameters()])
+    before = torch.cat([p.flatten() for p in fresh.parameters()])
+    g = 2 * min(1, 40 / (2 * len(ours) ** 0.5 + 1e-6))
+    step = 6e-4 * g / np.sqrt(0.99 + 0.01 * g**2 + 0.01)
+    torch.testing.assert_close(before - ours, torch.full_like(ours, step), rtol=1e-3, atol=1e-7)
+
+
+def test_learning_rate_falls_to_zero():
+    run_dir = impala_vtrace.train(small())
+    rates = [x for _, x in scalars(run_dir, "charts/learning_rate")]
+    np.testing.assert_allclose(rates, 6e-4 * np.arange(10, 0, -1) / 10, rtol=1e-5)
+
+
+def test_networks_of_figure_3():
+    envs = Group("PongNoFrameskip-v4", small(), 1, 1).envs
+    kinds = {}
+    for network in ("shallow", "deep"):
+        agent = Agent(envs, small(network=network, lstm=network == "deep"))
+        convolutions = [m for m in agent.modules() if isinstance(m, torch.nn.Conv2d)]
+        kinds[network] = (len(convolutions), [c.out_channels for c in convolutions])
+        rows = dict(obs=torch.zeros(2, 3, 4, 84, 84, dtype=torch.uint8), starts=torch.zeros(2, 3, dtype=bool))
+        rows |= dict(last_actions=torch.zeros(2, 3, dtype=torch.int64), last_rewards=torch.zeros(2, 3))
+        dist, value, state = agent(rows, agent.initial_state(3))
+        assert dist.logprobs.shape == (2, 3, 6) and value.shape == (2, 3)
+        assert state.shape == (2, 3, 256 if network == "deep" else 0)
+    assert kinds == dict(shallow=(2, [16, 32]), deep=(15, [16] * 5 + [32] * 10))
+
+
+# === Replay ===
+
+
+def test_replay_is_first_in_first_out_and_uniform():
+    like = dict(obs=np.zeros((3, 2, 1)), state=np.zeros((2, 2, 4)))
+    replay = Replay(like, 5)
+    for k in range(4):  # unrolls 0 and 1, 2 and 3, ...: 3 to 7 are left
+        ids = np.array([2 * k, 2 * k + 1])
+        replay.add(dict(obs=np.zeros((3, 2, 1)) + ids[:, None], state=np.zeros((2, 2, 4)) - ids[:, None]))
+        if k == 0:
+            assert set(replay.sample(50, np.random.default_rng(0))["obs"][0, :, 0]) == {0, 1}
+    drawn = replay.sample(5000, np.random.default_rng(0))
+    ids, counts = np.unique(drawn["obs"][0, :, 0], return_counts=True)
+    assert ids.tolist() == [3, 4, 5, 6, 7] and counts.min() > 900
+    assert (drawn["obs"][..., 0] == drawn["obs"][0, :, 0]).all() and (
+        drawn["state"] == -drawn["obs"][0]
+    ).all()
+
+
+def test_replayed_share_of_a_batch(monkeypatch):
+    seen = []
+    original = impala_vtrace.impala_loss
+    monkeypatch.setattr(impala_vtrace, "impala_loss", lambda *x: (seen.append(x[1]), original(*x))[1])
+    run_dir = impala_vtrace.train(small(replay_fraction=0.5, batch_unrolls=8, replay_unrolls=16))
+    assert all(batch["obs"].shape[:2] == (9, 8) for batch in seen) and len(seen) == 10
+    steps = [step for step, _ in scalars(run_dir, "charts/SPS")]
+    assert steps == list(range(32, 321, 32))  # only new steps count
+    assert {reuse for _, reuse in scalars(run_dir, "charts/sample_reuse")} == {2.0}
+
+
+# === Tasks ===
+
+
+def test_human_normalized_scores_by_hand():
+    scores = human_normalized({"PongNoFrameskip-v4": 14.6, "ALE/Breakout-v5": 30.5 * 2 - 1.7})
+    assert scores == pytest.approx(dict(human_median=150, human_capped_mean=100))
+    assert human_normalized({"CartPole-v1": 500.0}) == {}
+    assert human_normalized({"MontezumaRevengeNoFrameskip-v4": 0.0}) == dict(
+        human_median=0, human_capped_mean=0
+    )
+    assert len(re.findall(r"\w+ \S+ [^\s,]+", impala_vtrace.SCORES)) == 56
+
+
+def test_three_games_in_one_network(monkeypatch):
+    games = "PongNoFrameskip-v4,BreakoutNoFrameskip-v4,ALE/Boxing-v5"
+    monkeypatch.setattr(Group, "receive", shortened(Group.receive))
+    args = small(env_id=games, num_envs=6, num_steps=5, batch_unrolls=6, total_timesteps=30 * 12, sync=False)
+    run_dir = impala_vtrace.train(args)
+    for env_id in games.split(","):
+        assert scalars(run_dir, f"tasks/{env_id}"), env_id
+    means = [scalars(run_dir, f"tasks/{env_id}")[-1][1] for env_id in games.split(",")]
+    expected = human_normalized(dict(zip(games.split(","), means, strict=True)))
+    assert scalars(run_dir, "charts/human_median")[-1][1] == pytest.approx(expected["human_median"], abs=1e-3)
+    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    assert state["agent"]["actor.weight"].shape[0] == 18 and set(state["last_returns"]) == set(
+        games.split(",")
+    )
+
+
+def shortened(receive):
+    """Games that end after four steps."""
+
+    def wrapped(self):
+        final_obs, episodes = receive(self)
+        self.count = getattr(self, "count", 0) + 1
+        return final_obs, [(self.returns[0].item(), 4)] if self.count % 4 == 0 else episodes
+
+    return wrapped
+
+
+def test_tasks_that_do_not_fit_one_network(capsys):
+    with pytest.raises(SystemExit) as end:
+        impala_vtrace.train(small(env_id="CartPole-v1,Acrobot-v1", num_envs=4, batch_unrolls=4))
+    assert end.value.code == 2 and "one network cannot play CartPole-v1" in capsys.readouterr().err
+
+
+# === Actors and learner ===
+
+
+def test_asynchronous_run_learns_its_steps_and_leaves_no_thread():
+    run_dir = impala_vtrace.train(small(env_id="CartPole-v1", sync=False, total_timesteps=32 * 200))
+    assert [step for step, _ in scalars(run_dir, "charts/SPS")] == list(range(32, 32 * 200 + 1, 32))
+    lags = [x for _, x in scalars(run_dir, "charts/policy_lag_max")]
+    assert 1 <= max(lags) <= 3 and np.mean([x for _, x in scalars(run_dir, "charts/policy_lag")]) < 2
+    for share in ("learner_wait", "actor_wait", "queue_fill"):
+        assert all(0 <= x <= 1 for _, x in scalars(run_dir, f"charts/{share}")), share
+    ends = [step for step, _ in scalars(run_dir, "charts/episodic_return")]
+    assert ends == sorted(ends) and len(ends) > 50
+    assert not actors_alive()
+
+
+def test_slow_learner_stops_the_actors(monkeypatch):
+    """The queue is bounded: whatever the speeds, no data is older than it can hold."""
+    original = impala_vtrace.impala_loss
+    monkeypatch.setattr(impala_vtrace, "impala_loss", lambda *x: (time.sleep(0.05), original(*x))[1])
+    run_dir = impala_vtrace.train(small(sync=False, total_timesteps=32 * 30))
+    assert scalars(run_dir, "charts/actor_wait")[-1][1] > 0.5
+    assert max(x for _, x in scalars(run_dir, "charts/policy_lag_max")) <= 3
+
+
+def test_several_actors_and_batches_of_several_blocks():
+    run_dir = impala_vtrace.train(small(sync=False, num_envs=12, num_actors=3, batch_unrolls=10))
+    assert [step for step, _ in scalars(run_dir, "charts/SPS")][:2] == [80, 160]
+
+
+@pytest.mark.parametrize("flags", [{}, dict(lstm=True, replay_fraction=0.5, num_envs=2)])
+def test_sync_repeats_bit_for_bit(flags):
+    runs = [impala_vtrace.train(small(env_id="CartPole-v1", seed=seed, **flags)) for seed in (1, 1, 2)]
+    agents = [torch.load(run / "checkpoint.pt", weights_only=True)["agent"] for run in runs]
+    assert all(torch.equal(agents[0][name], agents[1][name]) for name in agents[0])
+    assert not torch.equal(agents[0]["actor.weight"], agents[2]["actor.weight"])
+
+
+# === How a run ends ===
+
+
+def command(*flags):
+    small = ["--num-envs", 4, "--batch-unrolls", 4, "--device", "cpu", "--env-id", *flags]
+    return [sys.executable, ROOT / "impala_vtrace.py", *map(str, small)]
+
+
+def ended(*flags, code, words, **kwargs):
+    """Run to the end: within 30 s, with this exit code and words on stderr."""
+    environment = os.environ | dict(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}", OMP_NUM_THREADS="1")
+    done = subprocess.run(
+        command(*flags), capture_output=True, text=True, timeout=30, env=environment, **kwargs
+    )
+    assert done.returncode == code and re.search(words, done.stderr), (done.returncode, done.stderr)
+    return done
+
+
+def test_environment_that_raises_ends_the_run_with_its_own_traceback():
+    with pytest.raises(ZeroDivisionError, match="the environment's own mistake") as error:
+        impala_vtrace.train(small(env_id="Crash-v0", sync=False))
+    assert any("probes.py" in str(entry.path) for entry in error.traceback)
+    assert not actors_alive()
+    ended("probes:Crash-v0", code=1, words="(?s)probes.py.*the environment's own mistake")
+
+
+def test_environment_that_hangs_is_named_and_ends_the_run():
+    done = ended(
+        "probes:Hang-v0", "--stall-seconds", 2, "--save-every", 1, code=1, words="Hang-v0: a step takes"
+    )
+    assert "in step" in done.stderr and "time.sleep" in done.stderr
+    (run_dir,) = Path("runs").iterdir()
+    assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"] > 0
+
+
+def test_actor_that_is_killed_ends_the_run(monkeypatch):
+    """Whatever ends a thread, SystemExit too."""
+    with pytest.raises(SystemExit, match="from within"):
+        impala_vtrace.train(small(env_id="Exit-v0", sync=False))
+    assert not actors_alive()
+
+
+def test_full_disk_is_named_and_leaves_the_last_checkpoint(monkeypatch):
+    original, saves = torch.save, []
+
+    def save(state, path):
+        saves.append(path)
+        if len(saves) == 3:
+            raise OSError(28, "No space left on device", str(path))
+        original(state, path)
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(OSError, match="No space left"):
+        impala_vtrace.train(small(sync=False, save_every=2))
+    (run_dir,) = Path("runs").iterdir()
+    assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"] == 4
+    assert not actors_alive()
+
+
+def test_sigterm_saves_and_goes_on_from_there():
+    run = subprocess.Popen(command("CartPole-v1"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run_dir = Path(run.stdout.readline().strip())
+    time.sleep(3)
+    run.send_signal(signal.SIGTERM)
+    _, err = run.communicate(timeout=30)
+    assert run.returncode == 143 and "Traceback" not in err, err
+    iteration = torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"]
+    assert iteration > 0
+    args = impala_vtrace.load_checkpoint(run_dir)["args"]
+    args.resume, args.total_timesteps = str(run_dir), (iteration + 20) * args.batch_size
+    impala_vtrace.train(args)
+    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    assert state["iteration"] == iteration + 20
+    lags = [x for step, x in scalars(run_dir, "charts/policy_lag") if step > iteration * args.batch_size]
+    assert lags and max(lags) < 5  # the actors go on from the learner's version
+
+
+def test_non_finite_loss_stops_the_run():
+    with pytest.raises(
+        SystemExit, match=r"iteration \d+: .* not finite; last good checkpoint: runs/.*iteration"
+    ):
+        impala_vtrace.train(small(env_id="NanReward-v0", total_timesteps=32 * 40, save_every=1))
+
+
+@pytest.mark.parametrize(
+    "flags,words",
+    [
+        ("--num-envs 3", "num_envs must be a multiple of 2"),
+        ("--batch-unrolls 33", "must be a multiple of 16"),
+        ("--replay-fraction 1", "replay_fraction must be below 1"),
+        ("--env-id", "at least one id"),
+        ("--env-id Pendulum-v1", "ppo_continuous.py"),
+        ("--correction maybe", "correction"),
+    ],
+)
+def test_mistakes(flags, words):
+    done = subprocess.run(
+        [sys.executable, ROOT / "impala_vtrace.py", *flags.split()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and re.search(words, done.stderr) and "Traceback" not in done.stderr
+    assert not os.listdir()

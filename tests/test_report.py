@@ -1,0 +1,341 @@
+"""Reports on tiny runs: what is grouped, what the numbers are, and what cannot be read."""
+
+import base64
+import html
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import scalars
+from matplotlib.image import imread
+from torch.utils.tensorboard import SummaryWriter
+
+import ppo
+from benchmark import report
+
+SCRIPT = Path(__file__).parent.parent / "benchmark/report.py"
+RETURN = "charts/episodic_return"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two learning rates, two seeds each, in folder/runs."""
+    folder = tmp_path_factory.mktemp("report")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for learning_rate in (2.5e-4, 1e-3):
+            for seed in (1, 2):
+                ppo.train(ppo.Args(seed=seed, learning_rate=learning_rate, total_timesteps=4096))
+    return folder / "runs"
+
+
+def report_on(monkeypatch, *flags):
+    """The page that report.py writes."""
+    monkeypatch.setattr(sys, "argv", ["report.py", *map(str, flags)])
+    report.main()
+    return Path("report.html").read_text()
+
+
+def tables(page):
+    """Rows of cells of each table."""
+    rows = [re.findall("<tr>(.*?)</tr>", table) for table in re.findall("<table>(.*?)</table>", page)]
+    return [[list(map(html.unescape, re.findall("<t[hd]>(.*?)</t[hd]>", row))) for row in x] for x in rows]
+
+
+def write_run(folder, points, text=None, tag="hyperparameters"):
+    """A run folder with (tag, step, value) as CleanRL writes it."""
+    with SummaryWriter(folder) as writer:
+        if text:
+            writer.add_text(tag, text)
+        for name, step, value in points:
+            writer.add_scalar(name, value, step)
+    return Path(folder)
+
+
+def cleanrl(**args):
+    return "|param|value|\n|-|-|\n" + "\n".join(f"|{key}|{value}|" for key, value in args.items())
+
+
+def test_table_and_page(runs, monkeypatch):
+    page = report_on(monkeypatch, *runs.iterdir())
+    results, arguments = tables(page)
+    assert [row[:3] for row in results[1:]] == [
+        ["ppo: learning_rate=0.00025", "1, 2", "4,096"],
+        ["ppo: learning_rate=0.001", "1, 2", "4,096"],
+    ]
+    assert arguments == [
+        ["argument", "ppo: learning_rate=0.00025", "ppo: learning_rate=0.001"],
+        ["learning_rate", "0.00025", "0.001"],
+    ]
+    folders = sorted(runs.iterdir(), key=lambda path: path.name.split("__")[-1])  # as they were trained
+    for row, pair in zip(results[1:], (folders[:2], folders[2:]), strict=True):
+        finals = [np.mean([value for _, value in scalars(path, RETURN)][-100:]) for path in pair]
+        speeds = [scalars(path, "charts/SPS")[-1][1] for path in pair]
+        spread = abs(finals[0] - finals[1]) / 2**0.5  # of two values
+        assert list(map(float, row[3].split(" ± "))) == pytest.approx([np.mean(finals), spread], abs=0.06)
+        assert row[4] == f"{np.mean(speeds):,.0f}" and 0 < float(row[5]) < 0.01
+    assert (
+        "<h2>CartPole-v1</h2>" in page and "http" not in page and "url(" not in page and "<script" not in page
+    )
+    pictures = re.findall('src="([^"]*)"', page)
+    assert len(pictures) == 2 and all(x.startswith("data:image/png;base64,") for x in pictures)
+    assert all(imread(io.BytesIO(base64.b64decode(x.split(",")[1]))).std() > 0.05 for x in pictures)
+    assert not list(Path().glob("*.tmp"))
+
+
+def test_panels_of_all_that_was_logged(runs):
+    groups = report.group([report.read(path) for path in runs.iterdir()], [])["CartPole-v1"]
+    main, panels = report.pictures(groups, RETURN)
+    assert [ax.get_xlabel() for ax in main.axes] == ["environment steps", "minutes"]
+    assert [text.get_text() for text in main.legends[0].get_texts()] == list(groups)
+    logged = {tag for path in runs.iterdir() for tag in report.read(path).scalars} - {RETURN}
+    assert {ax.get_title() for ax in panels.axes} - {""} == logged and "losses/value_loss" in logged
+    assert all(len(ax.collections) == 2 for ax in main.axes)  # a band a group
+
+
+def test_curve_and_band():
+    """Two seeds, one of them shorter: the mean ends with it."""
+    points = np.column_stack((np.arange(1, 301), np.arange(1, 301) / 2, np.arange(300.0)))
+    seeds = [
+        report.Run(Path(), "Task", "ppo", str(k), {}, {RETURN: points[:n] + [0, 0, 10 * k]}, (n, n / 2), 0.0)
+        for k, n in enumerate((300, 200))
+    ]
+    expected = [np.nan, 0, 24.5, 249.5, np.nan]  # means of 0; 0 to 49; 200 to 299
+    assert seeds[0].curve(RETURN, 0, np.array([0.5, 1, 50, 300, 301]), 100) == pytest.approx(
+        expected, nan_ok=True
+    )
+    ax = report.Figure().subplots()
+    report.draw(ax, {"ppo": seeds}, RETURN, 0, 100)
+    steps, mean = ax.lines[-1].get_data()
+    at = {step: value for step, value in zip(steps, mean, strict=True)}
+    assert at[150] == 99.5 + 5 and np.isnan(at[201])
+    band = ax.collections[0].get_paths()[0].vertices
+    assert band[band[:, 0] == 150][:, 1] == pytest.approx([104.5 - 50**0.5, 104.5 + 50**0.5])
+
+
+def test_cleanrl_lands_beside_ours(runs):
+    ours = {"env_id": "CartPole-v1", "seed": 3, "learning_rate": 0.00025, "exp_name": "ppo", "cuda": True}
+    points = [
+        (RETURN, 500, 20.0),
+        (RETURN, 900, 30.0),
+        ("charts/SPS", 1000, 700.0),
+        ("losses/qf1_loss", 1000, 0.1),
+    ]
+    write_run("runs/CartPole-v1__ppo__3__1700000000", points, cleanrl(**ours))
+    other = {"env_id": "CartPole-v1", "seed": 1, "exp_name": "dqn", "start_e": 1}
+    write_run("runs/CartPole-v1__dqn__1__1700000000", points, cleanrl(**other))
+    write_run("runs/ALE/Pong-v5__ppo_atari__1__1700000000", points, cleanrl(env_id="ALE/Pong-v5", seed=1))
+    write_run("runs/Pong-v5__named__4__1700000000", points)
+    folders = [path for folder in (runs, Path("runs")) for path in report.event_folders(folder)]
+    groups = report.group([report.read(path) for path in folders], [])
+    assert list(groups) == ["ALE-Pong-v5", "CartPole-v1", "Pong-v5"]
+    pong, cartpole, named = [report.results(labels, RETURN)[1:] for labels in groups.values()]
+    assert [row[0] for row in cartpole] == [
+        "dqn",
+        "ppo: format=CleanRL, learning_rate=0.00025",
+        "ppo: format=ours, learning_rate=0.00025",
+        "ppo: format=ours, learning_rate=0.001",
+    ]
+    assert cartpole[1][1:5] == ["3", "1,000", "25.0", "700"] and pong[0][:3] == ["ppo_atari", "1", "1,000"]
+    assert named[0][:2] == ["named", "4"]
+
+
+def test_runs_that_cannot_be_shown_get_a_line(runs, monkeypatch, capsys):
+    whole = sorted(runs.iterdir())[0]
+    (events,) = whole.glob("events*")
+    for name, content in {
+        "CartPole-v1__ppo__7__1": events.read_bytes()[:20_000],  # in the middle of a record
+        "CartPole-v1__ppo__8__1": b"",
+        "CartPole-v1__ppo__9__1": b"no event at all",
+    }.items():
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, events.name).write_bytes(content)
+    Path("runs/empty").mkdir()
+    write_run("runs/CartPole-v1__copy__1__1", [("charts/SPS", 1000, 700.0)])
+    write_run("runs/other", [("charts/SPS", 1000, 700.0)])
+    page, said = report_on(monkeypatch, *sorted(Path("runs").iterdir())), capsys.readouterr().err
+    for note in (
+        "CartPole-v1__ppo__8__1: nothing logged so far",
+        "CartPole-v1__ppo__9__1: nothing logged so far",
+        "runs/empty: no TensorBoard events",
+        f"CartPole-v1__copy__1__1: no {RETURN} so far",
+        "other: no arguments logged, and no name such as ENV_ID__SCRIPT__SEED__TIME",
+    ):
+        assert note in page and f"report.py: {note}\n" in said
+    (copy, unfinished), *_ = [table[1:] for table in tables(page)]
+    assert copy == ["copy", "1", "1,000", "", "700", copy[5]]
+    assert unfinished[:2] == ["ppo", "1"] and 0 < int(unfinished[2].replace(",", "")) < 4096
+
+
+def test_pauses_evaluations_and_repetitions(monkeypatch, capsys):
+    """Two minutes, a pause, one minute; the watcher's evaluations are below; a shorter run of the seed."""
+    folder = Path("runs/Task-v0__ppo__1__1")
+    for start, steps in ((10_000, (1, 2)), (90_000, (3,))):
+        with SummaryWriter(folder) as writer:
+            for k, step in enumerate(steps):
+                writer.add_scalar(RETURN, 5.0, step, walltime=start + 60 * (k + 1))
+        new = max(folder.glob("events*"), key=os.path.getctime)
+        new.rename(new.with_name(f"events.out.tfevents.{start}.host.1.0"))
+    write_run(folder / "eval", [("eval/episodic_return", 3, 7.0)])
+    run = report.read(folder)
+    assert run.scalars[RETURN][:, :2].tolist() == [[1, 1], [2, 2], [3, 3]] and run.end == (3, 3)
+    write_run("runs/Task-v0__ppo__1__2", [(RETURN, 1, 100.0)])
+    page = report_on(monkeypatch, "runs", "runs/Task-v0__ppo__1__1")
+    assert tables(page)[0][1] == ["ppo", "1", "3", "5.00", "", "0.05"]
+    note = "Task-v0__ppo__1__2: left out for Task-v0__ppo__1__1, longer or newer"
+    assert capsys.readouterr().err == f"report.py: {note}\n" and note in page
+    _, panels = report.pictures(report.group([run], [])["Task-v0"], RETURN)
+    (panel,) = [ax for ax in panels.axes if ax.lines]
+    assert panel.get_title() == "eval/episodic_return" and panel.lines[-1].get_marker() == "."
+
+
+def test_differing_flags():
+    assert report.differing([dict(a="1", b="2"), dict(a="1", b="2", seed="3")]) == []
+    assert report.differing([dict(a="1", b="2"), dict(a="2", b="3"), dict(a="2", b="3")]) == ["a", "b"]
+    assert report.differing([dict(a="1"), dict(a="2", b="3")]) == ["a"]  # which is enough
+    assert report.differing([dict(a="1"), dict(a="1", b="3"), dict(a="1", b="4")]) == ["b"]
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ([], "give run folders, such as runs/\\*"),
+        (["nowhere"], "nowhere: no TensorBoard events"),
+        ([".", "--out", "."], "--out . must be a file in a folder that exists"),
+        ([".", "--out", "no/report.html"], "--out no/report.html must be a file in a folder that exists"),
+        (["runs", "--wandb"], "--wandb compares the runs of a W&B project, not folders"),
+    ],
+)
+def test_mistakes(flags, message, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        report_on(monkeypatch, *flags)
+    assert re.fullmatch(f"report.py: error: {message}\n", capsys.readouterr().err) and not list(
+        Path().iterdir()
+    )
+
+
+# === Weights & Biases =========================================================================
+
+TRACKED = [
+    (
+        dict(env_id="CartPole-v1", exp_name="ppo", seed=1, learning_rate=1e-3, gamma=0.9),
+        ["losses/value_loss"],
+    ),
+    (
+        dict(env_id="CartPole-v1", exp_name="ppo", seed=2, learning_rate=1e-4, gamma=0.9),
+        ["losses/value_loss"],
+    ),
+    (dict(env_id="CartPole-v1", exp_name="dqn", seed=1, learning_rate=1e-2), ["losses/td_loss", "_step"]),
+    (dict(env_id="ALE/Pong-v5", exp_name="ppo_atari", seed=1, learning_rate=1e-4), [RETURN, "charts/SPS"]),
+    (dict(no_env_id=1), []),
+]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:wandb_workspaces.*")  # of pydantic
+def test_wandb_report_groups_as_the_page():
+    tracked = [SimpleNamespace(config=config, summary=dict.fromkeys(tags, 0)) for config, tags in TRACKED]
+    built = report.build_report(tracked, "ppo", "me", RETURN)
+    pong, cartpole = [block for block in built.blocks if hasattr(block, "panels")]
+    for grid, env_id, grouping in (
+        (pong, "ALE/Pong-v5", ["config.env_id", "config.exp_name"]),
+        (cartpole, "CartPole-v1", ["config.env_id", "config.exp_name", "config.learning_rate"]),
+    ):
+        (runset,) = grid.runsets
+        assert (runset.entity, runset.project, runset.groupby) == ("me", "ppo", grouping)
+        assert runset.filters == f"Config('env_id') == '{env_id}'"
+    panels = [(panel.x, *panel.y) for panel in cartpole.panels]
+    assert panels == [
+        ("global_step", RETURN),
+        ("RelativeTime(Process)", RETURN),
+        ("global_step", "losses/td_loss"),
+        ("global_step", "losses/value_loss"),
+    ]
+    assert {(panel.groupby_aggfunc, panel.groupby_rangefunc) for panel in cartpole.panels} == {
+        ("mean", "stddev")
+    }
+    assert len({(panel.layout.x, panel.layout.y) for panel in cartpole.panels}) == 4
+
+
+def save(**environment):
+    """report.py --wandb at a terminal that could be asked for a key, with no login but what is given."""
+    terminal, stdin = os.openpty()
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
+    clean |= dict(HOME=os.getcwd(), NETRC="none", TERM="xterm") | environment
+    command = [sys.executable, SCRIPT, "--wandb", "--project", "ppo"]
+    done = subprocess.run(command, env=clean, stdin=stdin, stdout=stdin, stderr=stdin, timeout=100)
+    return done.returncode, os.read(terminal, 10_000).decode().replace("\r\n", "\n")
+
+
+def test_saving_without_a_login_is_one_line():
+    login = "a W&B login (`wandb login` or WANDB_API_KEY), and WANDB_MODE not offline"
+    assert save() == (2, f"report.py: error: --wandb needs {login}\n")
+
+
+class FakeServer(BaseHTTPRequestHandler):
+    """As much of W&B's server as saving a report asks for."""
+
+    saved = []
+
+    def do_POST(self):
+        request = self.rfile.read(int(self.headers["Content-Length"]))
+        reply = json.dumps(
+            dict(data=self.answer(json.loads(request)) if self.path == "/graphql" else {})
+        ).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(reply)))
+        self.end_headers()
+        self.wfile.write(reply)
+
+    def answer(self, request):
+        query, last = request["query"], dict(endCursor=None, hasNextPage=False)
+        if "upsertView" in query:
+            self.saved.append(view := request["variables"])
+            project = dict(id="1", name=view["projectName"], entityName=view["entityName"])
+            return dict(upsertView=dict(view=view | dict(id="ID", project=project), inserted=True))
+        if "models(" in query:
+            node = dict(
+                id="1", name="ppo", entityName="me", createdAt="2026-01-01T00:00:00Z", isBenchmark=False
+            )
+            node |= dict(__typename="Project", user=None)
+            return dict(models=dict(pageInfo=last | dict(__typename="PageInfo"), edges=[dict(node=node)]))
+        if "runCount" in query:
+            runs = [dict(name=str(k), config=c, tags=tags) for k, (c, tags) in enumerate(TRACKED)]
+            for run in runs:
+                run["config"] = json.dumps({key: dict(value=value) for key, value in run["config"].items()})
+                run["summaryMetrics"] = json.dumps(dict.fromkeys(run.pop("tags"), 0))
+                run |= dict(id=run["name"], state="finished", user=dict(name="me", username="me"))
+            edges = [dict(node=run, cursor=run["name"]) for run in runs]
+            runs = dict(edges=edges, pageInfo=last)
+            return dict(project=dict(internalId="1", runCount=len(edges), readOnly=False, runs=runs))
+        if "internalId" in query:
+            return dict(project=dict(id="1", internalId="1"))
+        return dict(viewer=dict(id="1", entity="me", username="me"))
+
+    def log_message(self, *_):
+        pass
+
+
+def test_saving_with_a_login():
+    """Against a server of our own: what is sent, and the link."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    code, output = save(WANDB_BASE_URL=address, WANDB_API_KEY="a" * 40)
+    server.shutdown()
+    assert (code, output) == (0, f"{address}/me/ppo/reports/ppo-side-by-side--ID\n")
+    (view,) = FakeServer.saved
+    grids = [block for block in json.loads(view["spec"])["blocks"] if block["type"] == "panel-grid"]
+    (runset,) = grids[1]["metadata"]["runSets"]
+    names = ["env_id.value", "exp_name.value", "learning_rate.value"]
+    assert [key["name"] for key in runset["grouping"]] == names and runset["name"] == "CartPole-v1"
+    assert [x["value"] for x in runset["filters"]["filters"]] == ["CartPole-v1"]
