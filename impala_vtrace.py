@@ -806,10 +806,9 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         return learn(args, actors, checkpoint, stop)
     finally:
         if not actors.close():  # one hangs in its environment, and the interpreter would wait for it
-            error = sys.exc_info()[1]
-            traceback.print_exception(error)
+            traceback.print_exc()
             atexit._run_exitfuncs()  # closes the logs
-            os._exit(error.code if isinstance(error, SystemExit) else 1)
+            os._exit(1)
 
 
 @torch.no_grad()  # but for the update
@@ -870,14 +869,13 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
                 episodes.append((iteration * args.batch_size + t * args.new_unrolls, episodic_return, length))
                 last_returns[unrolls.env_id].append(episodic_return)
         episodes.sort()
-        new = side_by_side([unrolls.data for unrolls in received])
+        batch = side_by_side([unrolls.data for unrolls in received])
         actors.give_back(received)
-        batch = [new]
         if replayed:
-            replay = replay or Replay(new, args.replay_unrolls)
-            replay.add(new)
-            batch.append(replay.sample(replayed, np.random.default_rng(seed)))
-        batch = {name: torch.as_tensor(x, device=args.device) for name, x in side_by_side(batch).items()}
+            replay = replay or Replay(batch, args.replay_unrolls)
+            replay.add(batch)
+            batch = side_by_side([batch, replay.sample(replayed, np.random.default_rng(seed))])
+        batch = {name: torch.as_tensor(x, device=args.device) for name, x in batch.items()}
 
         # 2. update
         info = update(batch)

@@ -153,7 +153,7 @@ def table(results: list[tuple[Row, Result | None]]) -> list[list[str]]:
     lines = [head]
     for row, result in results:
         task = row.env_id.split(":")[-1].replace("NoFrameskip-v4", "")
-        task += ", masked" if "--mask-actions" in row.flags else ""
+        task += f", {row.variant}" if row.variant else ""
         if result is None:
             wanted = " / ".join(
                 f"{number(t.mean)} ± {number(t.std)} ({t.by})" for t in row.targets if t.mean is not None
@@ -240,7 +240,7 @@ def picture(suite: str, results: list[tuple[Row, Result | None]]) -> bytes:
                     markersize=4,
                     label=target.by,
                 )
-        ax.set_title(row.env_id.split(":")[-1], fontsize=9)
+        ax.set_title(", ".join(filter(None, (row.env_id.split(":")[-1], row.variant))), fontsize=9)
         ax.tick_params(labelsize=7)
         ax.legend(fontsize=6)
     for ax in axes.flat[len(shown) :]:

@@ -1,83 +1,144 @@
-"""Steps per second of a script beside plain_loop.py, in turn on the same machine: medians and their ratio.
+"""Steps per second and peak memory of scripts beside stable-baselines3 and plain_loop.py, in turn.
 
-    python benchmark/speed.py ppo.py CartPole-v1 --steps 100000
-    python benchmark/speed.py ppo_atari.py BreakoutNoFrameskip-v4 --steps 10240
-    python benchmark/speed.py ppo_atari.py BreakoutNoFrameskip-v4 --steps 10240 --flags "--amp"
+    python benchmark/speed.py --all --rounds 3 --csv benchmark/results/speed.csv
+    python benchmark/speed.py ppo ppo_atari --steps 20480
+    python benchmark/speed.py ppo_atari --flags=--amp
+    python benchmark/speed.py ppo_atari --device cuda --flags=--compile
 
-Both are timed from the end of their first iteration; ours logs, too. Add --csv FILE to append the numbers.
-On a GPU, where there is no plain loop to compare with:
-
-    python ppo_atari.py --device cuda --total-timesteps 500000            # the progress line says steps/s
-    python ppo_atari.py --device cuda --total-timesteps 500000 --compile
+Medians over the rounds, and ratios of the medians. All are timed from the end of their first iteration; only
+ours log. Memory is the peak resident memory as the kernel counts it (os.wait4: of the largest process of a
+tree, and these are one process each), so what is on a GPU is not in it. plain_loop.py has no shared network,
+LSTM or MultiDiscrete actions, and runs on the CPU only. --flags go to sb3.py, too.
 """
 
 import csv
+import importlib.util
 import os
 import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
+from statistics import median
+from typing import Literal, NoReturn
 
-import torch
-import tyro
+import tyro  # but not PyTorch: the kernel counts the memory of who starts a process as that process's, too
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parent.parent
+TASKS = {  # the scripts' own tasks, and steps for a run of half a minute
+    "ppo": ("CartPole-v1", 100_000),
+    "ppo_shared": ("CartPole-v1", 100_000),
+    "ppo_atari": ("BreakoutNoFrameskip-v4", 10_240),
+    "ppo_continuous": ("HalfCheetah-v4", 20_480),
+    "ppo_lstm": ("BreakoutNoFrameskip-v4", 10_240),
+    "ppo_multidiscrete": ("HalfCheetah-v4", 20_480),
+}
+PLAIN = ("ppo", "ppo_atari", "ppo_continuous")  # what plain_loop.py has
 
 
 @dataclass
 class Args:
-    script: tyro.conf.Positional[str]  # script to time
-    env_id: tyro.conf.Positional[str]  # on which task
-    steps: int = 20_000  # environment steps a run
-    rounds: int = 3  # runs of each of the two
-    flags: str = ""  # more flags for the script
-    csv: str | None = None  # file to append the result to
+    scripts: tyro.conf.Positional[tuple[str, ...]] = ()  # scripts to time
+    all: bool = False  # all scripts
+    env_id: str | None = None  # task, instead of each script's own
+    steps: int | None = None  # environment steps a run
+    rounds: int = 3  # runs of each
+    device: Literal["cpu", "cuda"] = "cpu"  # of the scripts and stable-baselines3
+    flags: str = ""  # more flags for the scripts
+    csv: Path | None = None  # file to append the results to
 
 
-def ours(args: Args) -> float:
-    """Steps per second of one run of the script, from its own log."""
+def fail(message: str) -> NoReturn:
+    print(f"speed.py: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def run(name: str, *flags: str, cwd: str) -> tuple[str, float]:
+    """Output of a program, and its peak memory in MB."""
+    command = [sys.executable, str(ROOT / name), *flags]
+    env = os.environ | dict(PYTHONPATH=str(ROOT))
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(command, cwd=cwd, env=env, **pipes)
+    output = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        sys.exit(f"{shlex.join(command)} ended with {process.returncode}:\n{output[-2000:]}")
+    return output, usage.ru_maxrss / (1024 if sys.platform == "linux" else 1024**2)
+
+
+def measure(name: str, *flags: str) -> tuple[float, float]:
+    """Steps per second, as a script logged them or a yardstick printed them, and peak memory in MB."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, ROOT / args.script, "--env-id", args.env_id, "--device", "cpu"]
-        command += ["--total-timesteps", str(args.steps), *shlex.split(args.flags)]
-        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+        output, peak = run(name, *flags, cwd=folder)
+        if name.startswith("benchmark/"):
+            return float(output.split()[-2]), peak
         (run_dir,) = Path(folder, "runs").iterdir()
         events = EventAccumulator(str(run_dir))
         events.Reload()
         points = events.Scalars("charts/SPS")
-    return (points[-1].step - points[0].step) / (points[-1].wall_time - points[0].wall_time)
+    if len(points) < 2:
+        fail("the steps of a run must be two iterations or more, of which the first is not timed")
+    return (points[-1].step - points[0].step) / (points[-1].wall_time - points[0].wall_time), peak
 
 
-def plain(args: Args) -> float:
-    command = [sys.executable, ROOT / "benchmark/plain_loop.py", args.env_id, str(args.steps)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[0])
+def append(path: Path, row: dict):
+    """To a CSV, whose older rows may have fewer columns."""
+    rows = list(csv.DictReader(path.open())) if path.exists() else []
+    with open(path.with_suffix(".tmp"), "w", newline="") as file:
+        writer = csv.DictWriter(file, dict.fromkeys([*(rows or [{}])[0], *row]), "", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows([*rows, row])
+    path.with_suffix(".tmp").replace(path)
+
+
+def compare(script: str, args: Args) -> dict:
+    """A row of the CSV."""
+    env_id, steps = args.env_id or TASKS[script][0], args.steps or TASKS[script][1]
+    flags = ["--env-id", env_id, "--total-timesteps", str(steps), "--device", args.device]
+    flags += shlex.split(args.flags)
+    programs = {"": (f"{script}.py", *flags), "sb3_": ("benchmark/sb3.py", script, *flags)}
+    if script in PLAIN and args.device == "cpu":
+        programs["plain_"] = ("benchmark/plain_loop.py", env_id, str(steps))
+    runs = {name: [] for name in programs}
+    for _ in range(args.rounds):
+        for name, program in programs.items():
+            runs[name].append(measure(*program))
+        print(*(f"{name}{rates[-1][0]:.0f}" for name, rates in runs.items()), "steps/s", flush=True)
+    rates = {name: median(rate for rate, _ in runs[name]) for name in runs}
+    ratios = {name: round(rates[""] / rate, 2) for name, rate in rates.items()}
+    rates = {name: round(rate) for name, rate in rates.items()}
+    peaks = {name: round(median(peak for _, peak in runs[name])) for name in runs}
+    print(f"{script}.py on {env_id}: {rates['']} steps/s, {peaks['']} MB")
+    for name in [*programs][1:]:
+        print(
+            f"    {programs[name][0]}: {rates[name]}, {peaks[name]} MB; ours is {ratios[name]} times as fast"
+        )
+    row = dict(date=date.today(), script=f"{script}.py", env_id=env_id, flags=args.flags, steps=steps)
+    row |= dict(rounds=args.rounds, steps_per_s=rates[""], plain_steps_per_s=rates.get("plain_"))
+    row |= dict(ratio=ratios.get("plain_"), cpus=os.cpu_count(), torch=version("torch"))
+    row |= dict(sb3_steps_per_s=rates["sb3_"], sb3_ratio=ratios["sb3_"])
+    row |= {f"{name}peak_mb": peaks.get(name) for name in ("", "sb3_", "plain_")}
+    return row | dict(device=args.device)
 
 
 def main():
     args = tyro.cli(Args)
-    rates = {"ours": [], "plain": []}
-    for _ in range(args.rounds):
-        rates["ours"].append(ours(args))
-        rates["plain"].append(plain(args))
-        print(
-            f"{args.script} {rates['ours'][-1]:.0f} steps/s, plain loop {rates['plain'][-1]:.0f}", flush=True
-        )
-    fast, slow = (statistics.median(rates[name]) for name in ("ours", "plain"))
-    row = dict(date=date.today(), script=args.script, env_id=args.env_id, flags=args.flags, steps=args.steps)
-    row |= dict(rounds=args.rounds, steps_per_s=round(fast), plain_steps_per_s=round(slow))
-    row |= dict(ratio=round(fast / slow, 2), cpus=os.cpu_count(), torch=torch.__version__)
-    print(f"median {fast:.0f} against {slow:.0f}: {fast / slow:.2f} times")
-    if args.csv:
-        is_new = not Path(args.csv).exists()
-        with open(args.csv, "a", newline="") as file:
-            writer = csv.DictWriter(file, row)
-            if is_new:
-                writer.writeheader()
-            writer.writerow(row)
+    scripts = [*TASKS] if args.all else [Path(name).stem for name in args.scripts]
+    if unknown := set(scripts) - set(TASKS):
+        fail(f"no script {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}")
+    if not scripts:
+        fail(f"name scripts or give --all; there are {', '.join(TASKS)}")
+    if not importlib.util.find_spec("sb3_contrib"):
+        fail("stable-baselines3 is missing: pip install sb3-contrib")
+    for script in scripts:
+        row = compare(script, args)
+        if args.csv:
+            append(args.csv, row)
 
 
 if __name__ == "__main__":

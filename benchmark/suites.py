@@ -22,12 +22,13 @@ class Row:
     steps: int
     targets: tuple[Target, ...]
     flags: tuple[str, ...] = ()
+    variant: str = ""  # tells apart rows of the same script and task
 
     @property
     def name(self) -> str:
         """Of its results, without the seed."""
         task = self.env_id.split(":")[-1].replace("/", "-")
-        return f"{task}__{self.script}" + ("__masked" if "--mask-actions" in self.flags else "")
+        return "__".join(filter(None, (task, self.script, self.variant)))
 
 
 def cleanrl(mean: float, std: float) -> Target:
@@ -70,6 +71,11 @@ def atari(script: str, scores: dict[str, tuple[Target, ...]], blog: str, theirs:
 
 MICRORTS = "--no-normalize --num-envs 8 --num-steps 128 --num-minibatches 4 --update-epochs 4".split()
 MICRORTS += "--learning-rate 2.5e-4 --clip-coef 0.1 --ent-coef 0.01".split()
+
+# IMPALA's defaults are those of Atari: vectors want smaller batches and larger steps
+IMPALA = "--num-envs 8 --batch-unrolls 8 --learning-rate 5e-3 --vf-coef 0.05 --ent-coef 0.001".split()
+IMPALA += "--bootstrap-truncated --device cpu".split()
+ABLATION = [*IMPALA, "--batch-unrolls", "16", "--replay-fraction", "0.5"]
 
 MASKED = "--num-envs 16 --learning-rate 2e-3 --device cpu".split()
 
@@ -125,6 +131,33 @@ SUITES = {
         )
         for task in ("MicrortsMining", "MicrortsAttackShapedReward", "MicrortsRandomEnemyShapedReward3")
     ],
+    "impala": [
+        Row("impala_vtrace", "CartPole-v1", 500_000, (), (*IMPALA,)),
+        Row("impala_vtrace", "CartPole-v1", 500_000, (), (*IMPALA, "--sync"), "sync"),
+        Row("impala_vtrace", "benchmark.tasks:MaskedCartPole-v0", 500_000, (), (*IMPALA, "--lstm"), "lstm"),
+        Row(
+            "impala_vtrace",
+            "PongNoFrameskip-v4",
+            10_000_000,
+            tuple(
+                curve(f"RLlib, {n} workers", f"rllib_impala_lowlatency-{n}", "PongNoFrameskip-v4")
+                for n in (32, 64, 128)
+            ),
+        ),
+        Row(
+            "impala_vtrace",
+            "BreakoutNoFrameskip-v4",
+            10_000_000,
+            (
+                curve("RLlib", "rllib_impala", "BreakoutNoFrameskip-v4"),
+                curve("RLlib 2020", "rllib_impala_2020_torch", "BreakoutNoFrameskip-v4"),
+            ),
+        ),
+    ],
+    "ablation": [  # section 5.2.2 of IMPALA's paper on a small task: half of each batch is replayed
+        Row("impala_vtrace", "CartPole-v1", 200_000, (), (*ABLATION, "--correction", kind), kind)
+        for kind in ("vtrace", "one-step-is", "epsilon", "none")
+    ],
     "own": [  # nothing is published of these
         Row("ppo_lstm", "benchmark.tasks:MaskedCartPole-v0", 150_000, (), MASKED),
         Row("ppo", "benchmark.tasks:MaskedCartPole-v0", 150_000, (), MASKED),
@@ -135,6 +168,7 @@ SUITES = {
             2_000_000,
             (),
             (*MICRORTS, "--mask-actions"),
+            "masked",
         ),
     ],
 }

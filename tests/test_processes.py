@@ -1,4 +1,4 @@
-"""Auxiliary detail 2, parallel gradients: torchrun with two processes on this machine."""
+"""Auxiliary detail 2, parallel gradients, and IMPALA's several learners: torchrun with two processes."""
 
 import os
 import re
@@ -72,3 +72,26 @@ def test_processes_must_divide_the_environments():
     assert (
         re.search("error: the 2 processes of torchrun must divide num_envs", done.stderr) and not os.listdir()
     )
+
+
+def impala(folder, *flags, processes=1):
+    """Parameters after every update (1 + updates, all), by rank."""
+    folder.mkdir()
+    start = TORCHRUN if processes == 2 else [sys.executable]
+    run(*start, ROOT / "tests/impala_ranks.py", folder, *flags)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(processes)]
+
+
+def test_impala_two_learners_do_what_one_does(tmp_path):
+    """Gradients are summed before the clip: one double batch to 1e-6, bitwise equal on both ranks."""
+    (alone,) = impala(tmp_path / "one")
+    first, second = impala(tmp_path / "two", processes=2)
+    assert len(first) == 6 and torch.equal(first, second) and len(first.unique(dim=0)) == 6
+    torch.testing.assert_close(alone, first, atol=1e-6, rtol=0)
+
+
+def test_impala_learners_that_average_now_and_then(tmp_path):
+    """--sync-every 2: apart after updates 1 and 3, together after 2 and 4."""
+    first, second = impala(tmp_path / "two", "--sync-every", "2", processes=2)
+    differ = [(a - b).abs().max().item() > 1e-6 for a, b in zip(first, second, strict=True)]
+    assert differ == [False, True, False, True, False, True]

@@ -1,0 +1,295 @@
+"""Runs by Ray (pip install ray): the suites of run.py on a cluster, and population-based training.
+
+    python benchmark/tune.py classic --seeds 1..3                  # what run.py does, as Ray tasks
+    python benchmark/tune.py classic --ray-address auto            # the same on this machine's cluster
+    python benchmark/tune.py pbt --script ppo --env-id CartPole-v1 --population 4 --rounds 20
+
+Stop it when you like: the same command goes on. On a cluster, every node has this repository and its packages
+at the same path. A suite's CSVs come back to the machine that asked for them, while run folders stay on the
+nodes: for a stopped run to go on from its checkpoint, --work must be a folder that all nodes share, and
+population-based training needs one.
+
+Population-based training is that of IMPALA's appendix, https://arxiv.org/abs/1802.01561. In each round every
+member trains for --round-steps; then evolve() says from whose checkpoint, and with which values, it goes on.
+A round resumes with a total that grows by that much, not with the whole total and a signal at some point: so
+all members compare at the same step, and the same seed gives the same population of PPO, however often it was
+stopped (a stopped round begins anew). Annealing is off, for it would end at each such total: the schedule is
+what evolution finds. TASK__SCRIPT__pbt__SEED.csv has a row a round and member, fitness and step at its end.
+"""
+
+import csv
+import fcntl
+import importlib
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import torch
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmark import run  # noqa: E402
+from benchmark.suites import SUITES, Row  # noqa: E402
+
+
+@dataclass
+class Suite(run.Args):
+    gpus: float = 0  # of each run, such as 0.25
+    ray_address: str = "local"  # of a cluster, such as auto; local is this machine alone
+
+
+@dataclass
+class Population:
+    script: str = "ppo"  # which script
+    env_id: str | None = None  # task, instead of the script's own
+    population: int = 4  # members
+    rounds: int = 20  # times that all members train; they are compared in between
+    round_steps: int = 25_000  # environment steps of a member in a round
+    spread: float = 4.0  # the first values are the script's times 1/spread to spread, log-uniform
+    seed: int = 1  # of the evolution; the members' own are 100 * seed and up
+    flags: str = ""  # more flags for the script
+    workers: int = 2  # members that train at a time, on this machine
+    threads: int = 1  # of each member
+    gpus: float = 0  # of each member, such as 0.25
+    ray_address: str = "local"  # of a cluster, such as auto; local is this machine alone
+    work: Path = ROOT / "benchmark/unfinished"  # for run folders
+    results: Path = ROOT / "benchmark/results"  # for the CSV
+
+    @property
+    def name(self) -> str:
+        return f"{Row(self.script, self.env_id, 0, ()).name}__pbt__{self.seed}"
+
+
+def fail(message: object) -> NoReturn:
+    print(f"tune.py: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+# === Ray =====================================================================================
+
+
+def connect(args: Suite | Population):
+    """Ray, ready for tasks."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError:
+        fail("Ray is missing: pip install ray")
+    options = dict(runtime_env=dict(env_vars=dict(PYTHONPATH=str(ROOT))))  # where tasks find benchmark/
+    options |= dict(logging_level="error", log_to_driver=False)
+    if args.ray_address == "local":
+        options |= dict(num_cpus=args.workers * args.threads, include_dashboard=False)
+    try:
+        ray.init(args.ray_address, **options)
+    except ConnectionError as error:
+        fail(f"--ray-address {args.ray_address}: {error}")
+    return ray
+
+
+def take_further(trial: run.Run):
+    """On a node: train. Ray cancels by a KeyboardInterrupt in the main thread: the run saves and ends."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a script started Ray
+    stopping = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(trial.work, stopping)
+        try:
+            while not wait([future], timeout=0.2).done:
+                pass
+        finally:
+            stopping.set()
+    future.result()
+    return trial.result()
+
+
+def trained(ray, args: Suite | Population, trials: list[run.Run]) -> Iterator:
+    """(trial, its result) as they end; Ctrl-C, SIGTERM or a failure stops the others and waits for them."""
+    stop = []
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda signum, _: stop.append(signum))
+    task = ray.remote(num_cpus=args.threads, num_gpus=args.gpus)(take_further)
+    running = {task.options(name=trial.name).remote(trial): trial for trial in trials}
+    try:
+        while running and not stop:
+            for ref in ray.wait(list(running), timeout=0.5)[0]:
+                yield running[ref], ray.get(ref)
+                del running[ref]
+    except ray.exceptions.RayError as error:
+        sys.exit(str(getattr(error, "cause", error)))
+    finally:
+        for ref in running:
+            ray.cancel(ref)
+        if running:
+            ray.wait(list(running), num_returns=len(running))
+    if stop:
+        sys.exit(130)
+
+
+# === Suites ==================================================================================
+
+
+class Trial(run.Run):
+    """A run of a suite whose CSVs are left in its folder, for whoever asked for it."""
+
+    def __init__(self, args: Suite, row: Row, seed: int):
+        super().__init__(args, row, seed)
+        self.args, self.csv = replace(args, results=self.folder), self.folder / self.csv.name
+
+    def result(self) -> tuple[str, str]:
+        return (self.folder / "runs.csv").read_text(), self.csv.read_text()
+
+
+def run_suite(args: Suite):
+    if args.suite not in SUITES:
+        fail(f"no suite {args.suite}; there are pbt, {', '.join(SUITES)}")
+    rows = [row for row in SUITES[args.suite] if not args.scripts or row.script in args.scripts]
+    rows = [row for row in rows if not args.env_ids or row.env_id in args.env_ids]
+    trials = [Trial(args, row, seed) for seed in args.seed_list() for row in rows]
+    missing = [trial for trial in trials if not (args.results / trial.csv.name).exists()]
+    print(f"{len(trials) - len(missing)} of {len(trials)} runs are done")
+    for trial, (table, episodes) in trained(connect(args), args, missing) if missing else ():
+        args.results.mkdir(parents=True, exist_ok=True)
+        head, *_, row = table.splitlines(keepends=True)
+        with open(args.results / "runs.lock", "w") as lock, open(args.results / "runs.csv", "a") as file:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            file.write(row if os.fstat(file.fileno()).st_size else head + row)
+        path = (args.results / trial.csv.name).with_suffix(".tmp")
+        path.write_text(episodes)
+        path.replace(path.with_suffix(".csv"))
+        print(trial.name, flush=True)
+
+
+# === Population-based training ===============================================================
+
+EVOLVED = ("learning_rate", "ent_coef", "rmsprop_eps")  # of these, the flags that a script has
+
+
+@dataclass(frozen=True)
+class Member:
+    fitness: float  # mean return of the last 100 training episodes; NaN before the first
+    values: dict[str, float]  # of the hyper-parameters
+
+
+def evolve(members: list[Member], rng: np.random.Generator) -> list[tuple[int, dict[str, float]]]:
+    """For each member, whose checkpoint it goes on from and with which values.
+
+    It looks at one other member, at random, and takes over that one's if it is more than 5 % better: 5 % of
+    the absolute value, for returns are no percentages as the paper's scores are. Copied or not, each value is
+    then multiplied by 1.2 or 1 / 1.2 with probability 0.33.
+    """
+    following = []
+    for k, member in enumerate(members):
+        other = int((k + rng.integers(1, len(members))) % len(members))
+        is_better = members[other].fitness - member.fitness > 0.05 * abs(member.fitness)
+        parent = other if is_better else k
+        factors = [rng.choice((1.2, 1 / 1.2)) if rng.random() < 0.33 else 1.0 for _ in member.values]
+        values = zip(members[parent].values.items(), factors, strict=True)
+        following.append((parent, {name: float(x * factor) for (name, x), factor in values}))
+    return following
+
+
+class Round(run.Run):
+    """A member's training between two comparisons. It ends with a snapshot; the last two are kept."""
+
+    def __init__(self, args: Population, number: int, member: int, parent: int, values: dict[str, float]):
+        given = [x for name, value in values.items() for x in (f"--{name.replace('_', '-')}", str(value))]
+        steps, flags = (number + 1) * args.round_steps, (*args.flags.split(), *given)
+        row = Row(args.script, args.env_id, steps, (), flags)
+        super().__init__(run.Args("pbt", threads=args.threads), row, 100 * args.seed + member)
+        self.number, self.member, self.name = number, member, f"member_{member}"
+        self.folder = args.work / args.name / self.name
+        self.log, self.csv = self.folder / "log.txt", self.snapshot(number)  # which says that it is done
+        self.parent = self.folder.with_name(f"member_{parent}") / f"round_{number - 1}.pt" if number else None
+
+    def snapshot(self, number: int) -> Path:
+        return self.folder / f"round_{number}.pt"
+
+    def progress(self) -> int:
+        return 0  # a round that was stopped is never near enough to its end
+
+    def train(self, lock, stopping: threading.Event):
+        if self.parent:
+            state = torch.load(self.parent, weights_only=True)
+            state["args"]["seed"] = self.seed  # its own, or it would draw what its parent draws
+            torch.save(state, self.run_dir() / "checkpoint.pt")
+        super().train(lock, stopping)
+
+    def finish(self, seconds: float):
+        shutil.copy(self.run_dir() / "checkpoint.pt", self.folder / "round.tmp")
+        (self.folder / "round.tmp").replace(self.csv)
+        self.snapshot(self.number - 2).unlink(missing_ok=True)
+
+    def result(self) -> tuple[float, int]:
+        """Fitness, the mean over the tasks of a script with several, and iterations so far."""
+        state = torch.load(self.csv, weights_only=True)
+        returns = state["last_returns"]
+        tasks = returns.values() if isinstance(returns, dict) else [returns]
+        return float(np.mean([np.mean(task or np.nan) for task in tasks])), state["iteration"]
+
+
+def save(path: Path, rows: list[dict]):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".tmp"), "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    path.with_suffix(".tmp").replace(path)
+
+
+def run_population(args: Population):
+    if not (ROOT / f"{args.script}.py").exists():
+        fail(f"no script {args.script}")
+    defaults = tyro.cli(importlib.import_module(args.script).Args, args=args.flags.split())
+    args.env_id, N = args.env_id or defaults.env_id, args.population
+    args.flags += " --no-anneal-lr" * hasattr(defaults, "anneal_lr")
+    for name, least in (("population", 2), ("rounds", 1), ("round_steps", defaults.batch_size)):
+        if getattr(args, name) < least:
+            fail(f"{name} must be at least {least}")
+    table = args.results / f"{args.name}.csv"
+    rows = list(csv.DictReader(table.open())) if table.exists() else []
+    if rows and int(rows[-1]["member"]) + 1 != N:
+        fail(f"{table} has {int(rows[-1]['member']) + 1} members")
+    if not rows:
+        shutil.rmtree(args.work / args.name, ignore_errors=True)  # of a first round that did not end
+    ray = connect(args) if len(rows) < args.rounds * N else None
+    rng = np.random.default_rng(args.seed)
+    first = {name: getattr(defaults, name) for name in EVOLVED if hasattr(defaults, name)}
+    values = args.spread ** rng.uniform(-1, 1, (N, len(first))) * list(first.values())
+    following = [(k, dict(zip(first, row.tolist(), strict=True))) for k, row in enumerate(values)]
+    for number in range(args.rounds):
+        if len(rows) == number * N:
+            rounds = [Round(args, number, k, *following[k]) for k in range(N)]
+            results = {done.member: result for done, result in trained(ray, args, rounds)}
+            for k, (parent, values) in enumerate(following):
+                fitness, iterations = results[k]
+                row = dict(round=number, member=k, parent=parent, fitness=fitness) | values
+                rows.append(row | dict(step=iterations * defaults.batch_size))
+            save(table, rows)
+        last = rows[number * N :][:N]
+        members = [Member(float(row["fitness"]), {name: float(row[name]) for name in first}) for row in last]
+        best = max(range(N), key=lambda k: np.nan_to_num(members[k].fitness, nan=-np.inf))
+        values = ", ".join(f"{name} {x:.3g}" for name, x in members[best].values.items())
+        step, fitness = last[0]["step"], members[best].fitness
+        print(f"step {step}: best is member {best}, {fitness:.1f}, {values}", flush=True)
+        following = evolve(members, rng)
+    run_dir = Round(args, args.rounds, best, best, {}).run_dir()
+    print(f"python {args.script}.py --evaluate {run_dir}\n{table}")
+
+
+def main():
+    is_pbt = sys.argv[1:2] == ["pbt"]
+    args = tyro.cli(Population, args=sys.argv[2:]) if is_pbt else tyro.cli(Suite)
+    args.work, args.results = args.work.resolve(), args.results.resolve()  # a task runs in another folder
+    run_population(args) if is_pbt else run_suite(args)
+
+
+if __name__ == "__main__":
+    main()

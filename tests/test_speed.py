@@ -1,0 +1,72 @@
+"""speed.py: the same networks and settings in stable-baselines3, and a CSV that keeps its older rows."""
+
+import csv
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmark import sb3, speed
+
+ROOT = Path(__file__).parent.parent
+ENV = os.environ | dict(PYTHONPATH=str(ROOT))
+OLD = "date,script,steps_per_s,plain_steps_per_s,ratio\n2026-01-02,ppo.py,5171,2648,1.95\n"
+
+
+def rows(path):
+    with open(path) as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("name", speed.TASKS)
+def test_stable_baselines3_has_the_same_network_and_settings(name):
+    script = importlib.import_module(name)
+    args = script.Args(device="cpu")
+    assert speed.TASKS[name][0] == args.env_id and speed.TASKS[name][1] >= 5 * args.batch_size
+    envs = script.make_env(args, 1)
+    ours = sum(parameter.numel() for parameter in script.Agent(envs).parameters())
+    envs.close()
+    model = sb3.make_model(name, args)
+    assert sum(parameter.numel() for parameter in model.policy.parameters()) == ours
+    assert model.n_steps * model.n_envs == args.batch_size == model.batch_size * args.num_minibatches
+    assert model.lr_schedule(0.5) == args.learning_rate / 2 and model.n_epochs == args.update_epochs
+    model.env.close()
+
+
+def test_a_row_beside_older_ones():
+    Path("speed.csv").write_text(OLD)
+    command = [sys.executable, ROOT / "benchmark/speed.py", "ppo.py", "--rounds", "1", "--steps", "2048"]
+    subprocess.run([*command, "--csv", "speed.csv"], check=True, timeout=120, capture_output=True)
+    old, new = rows("speed.csv")
+    assert list(old.values())[:5] == OLD.splitlines()[1].split(",") and set(list(old.values())[5:]) == {""}
+    assert list(old) == list(new) and list(old)[:5] == OLD.splitlines()[0].split(",")
+    for name, ratio in (("plain", "ratio"), ("sb3", "sb3_ratio")):
+        expected = float(new["steps_per_s"]) / float(new[f"{name}_steps_per_s"])
+        assert float(new[ratio]) == pytest.approx(expected, abs=0.01)
+        assert 100 < float(new["peak_mb"]) < 2000 and 100 < float(new[f"{name}_peak_mb"]) < 2000
+    assert new["device"] == "cpu" and new["steps"] == "2048"
+
+
+def test_memory_is_of_the_program_alone():
+    """Not of speed.py, nor of the programs before it."""
+    for name, size in (("large", 300), ("small", 0)):
+        Path(f"{name}.py").write_text(f"b'x' * ({size} << 20)")
+    code = "from pathlib import Path; from benchmark.speed import run; here = Path.cwd(); "
+    code += "print(*(run(here / f'{name}.py', cwd='.')[1] for name in ('large', 'small')))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=".", env=ENV, capture_output=True, text=True)
+    large, small = map(float, done.stdout.split())
+    assert 300 < large < 400 and small < 80
+
+
+def test_mistakes():
+    for flags, message in (
+        (["pppo"], "no script pppo"),
+        ([], "name scripts or give --all"),
+    ):
+        command = [sys.executable, ROOT / "benchmark/speed.py", *flags]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.startswith(f"speed.py: error: {message}")
+        assert done.stderr.count("\n") == 1

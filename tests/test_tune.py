@@ -1,0 +1,165 @@
+"""Ray: a suite's results are those of run.py, and a population goes on from its parents' checkpoints."""
+
+import csv
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import scalars
+
+from benchmark import tune
+
+ROOT = Path(__file__).parent.parent
+
+
+def command(tool, *flags):
+    folders = ["--work", f"{tool}_work", "--results", f"{tool}_results"]
+    return [sys.executable, ROOT / f"benchmark/{tool}.py", *map(str, flags), *folders]
+
+
+def rows(path):
+    with open(path) as file:
+        return list(csv.DictReader(file))
+
+
+def members(*fitness):
+    return [tune.Member(x, dict(learning_rate=1e-3 * 2**k, ent_coef=0.01)) for k, x in enumerate(fitness)]
+
+
+def test_evolve_copies_only_what_is_more_than_5_percent_better():
+    for fitness, copies in (
+        ((100.0, 106.0), {0}),
+        ((100.0, 104.0), set()),
+        ((-100.0, -96.0), set()),
+        ((-100.0, -94.0), {0}),
+        ((0.0, 0.1), {0}),
+        ((np.nan, 5.0), set()),  # no episode has ended yet
+        ((7.0, 7.0), set()),
+    ):
+        parents = [parent for parent, _ in tune.evolve(members(*fitness), np.random.default_rng(0))]
+        assert {k for k, parent in enumerate(parents) if parent != k} == copies, fitness
+
+
+def test_evolve_multiplies_a_third_of_the_values_by_its_factor():
+    population, factors, others = members(*np.linspace(1, 100, 20)), [], []
+    for seed in range(100):
+        for k, (parent, values) in enumerate(tune.evolve(population, np.random.default_rng(seed))):
+            assert parent == k or population[parent].fitness > 1.05 * population[k].fitness
+            factors += [x / population[parent].values[name] for name, x in values.items()]
+            others += [parent] * (k == 0)
+    assert {round(x, 6) for x in factors} == {1.0, 1.2, round(1 / 1.2, 6)}
+    for factor, share in ((1.2, 0.165), (1 / 1.2, 0.165), (1.0, 0.67)):
+        assert np.isclose(factors, factor).mean() == pytest.approx(share, abs=0.02)
+    assert set(others) == set(range(1, 20))  # a random other one, never itself
+
+
+def test_evolve_repeats():
+    first, again, other = (
+        tune.evolve(members(1, 5, 9, 2), np.random.default_rng(seed)) for seed in (3, 3, 4)
+    )
+    assert first == again != other
+
+
+def test_a_population_goes_on_from_its_parents_checkpoints():
+    """At a learning rate of 0 a member keeps the parameters that it began with: its parent's, to the bit."""
+    pytest.importorskip("ray")
+    flags = [
+        "--population",
+        2,
+        "--rounds",
+        2,
+        "--round-steps",
+        2048,
+        "--seed",
+        2,
+        "--flags=--learning-rate 0",
+    ]
+    subprocess.run(command("tune", "pbt", *flags), check=True, capture_output=True, timeout=200)
+    table, folder = (
+        rows("tune_results/CartPole-v1__ppo__pbt__2.csv"),
+        Path("tune_work/CartPole-v1__ppo__pbt__2"),
+    )
+    assert [row["step"] for row in table] == ["2048", "2048", "4096", "4096"]
+    assert [row["parent"] for row in table] == ["0", "1", "1", "1"]  # member 1 is a sixth better by chance
+    assert float(table[0]["fitness"]) < 0.95 * float(table[1]["fitness"])
+    states = {
+        (k, number): torch.load(folder / f"member_{k}/round_{number}.pt") for k in (0, 1) for number in (0, 1)
+    }
+    assert not torch.equal(states[0, 0]["agent"]["actor.0.weight"], states[1, 0]["agent"]["actor.0.weight"])
+    for k in (0, 1):
+        state, parent = states[k, 1], states[1, 0]
+        assert state["iteration"] == 8 and state["args"]["seed"] == 200 + k
+        assert all(torch.equal(x, parent["agent"][name]) for name, x in state["agent"].items())
+        assert float(table[2 + k]["fitness"]) == np.mean(state["last_returns"])
+        factor = float(table[2 + k]["ent_coef"]) / float(table[1]["ent_coef"])
+        assert min(abs(factor - x) for x in (1, 1.2, 1 / 1.2)) < 1e-9
+        assert state["args"]["ent_coef"] == float(table[2 + k]["ent_coef"]) and not state["args"]["anneal_lr"]
+        (run_dir,) = (folder / f"member_{k}/runs").iterdir()
+        assert [step for step, _ in scalars(run_dir, "charts/SPS")] == list(range(512, 4097, 512))
+    assert states[0, 1]["last_returns"][-20:] != states[1, 1]["last_returns"][-20:]  # other random numbers
+
+
+def test_a_suite_has_the_results_of_run_py():
+    pytest.importorskip("ray")
+    flags = [
+        "classic",
+        "--scripts",
+        "ppo",
+        "--env-ids",
+        "CartPole-v1",
+        "--seeds",
+        1,
+        "--total-timesteps",
+        4096,
+    ]
+    for tool in ("run", "tune"):
+        subprocess.run(command(tool, *flags), check=True, capture_output=True, timeout=120)
+    for name in ("CartPole-v1__ppo__1.csv", "runs.csv"):
+        ours, theirs = (
+            [row | dict(seconds="") for row in rows(f"{x}_results/{name}")] for x in ("tune", "run")
+        )
+        assert ours == theirs and ours
+
+
+def test_a_cancelled_task_saves_its_run_and_leaves_no_process():
+    """Ray cancels by a KeyboardInterrupt, even where its workers were started with SIGINT ignored."""
+    code = (
+        "from benchmark.tune import *; here = Path.cwd(); args = Suite('classic', work=here, results=here); "
+    )
+    code += "take_further(Trial(args, SUITES['classic'][0], 1))"
+    env = os.environ | dict(PYTHONPATH=str(ROOT))
+    ignored = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)  # noqa: E731
+    task = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, env=env, preexec_fn=ignored)
+    log, deadline = Path("CartPole-v1__ppo__1/log.txt"), time.time() + 60
+    while not (log.exists() and "step/s" in log.read_text()) and time.time() < deadline:
+        time.sleep(0.1)
+    task.send_signal(signal.SIGINT)
+    assert b"KeyboardInterrupt" in task.communicate(timeout=20)[1]
+    (run_dir,) = log.parent.glob("runs/*")
+    assert 0 < torch.load(run_dir / "checkpoint.pt")["iteration"] < 976
+    with open(log.parent / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the run still holds it
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["clasic"], "no suite clasic; "),
+        (["pbt", "--script", "pppo"], "no script pppo"),
+        (["pbt", "--population", "1"], "population must be at least 2"),
+        (["pbt", "--round-steps", "100"], "round_steps must be at least 512"),
+    ],
+)
+def test_mistakes(flags, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tune.py", *flags])
+    with pytest.raises(SystemExit, match="2"):
+        tune.main()
+    error = capsys.readouterr().err
+    assert error.startswith(f"tune.py: error: {message}") and error.count("\n") == 1
