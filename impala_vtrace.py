@@ -620,23 +620,24 @@ class Actors:
         for unrolls in batch:
             self.free.put(unrolls)
 
-    def rates(self) -> dict[str, float]:
-        """What happened since the last call: shares of time spent waiting, steps per second, sample reuse."""
-        args, then = self.args, self.then
-        steps = sum(actor.steps for actor in self.members) * WORLD_SIZE
+    def rates(self, trained: int = 0) -> dict[str, float]:
+        """Since the last call: shares of time spent waiting, steps per second, sample reuse.
+
+        trained: steps that the learner trained on, each time that it did.
+        """
+        then, steps = self.then, sum(actor.steps for actor in self.members) * WORLD_SIZE
         waited = sum(actor.waited for actor in self.members) / len(self.members)
         self.then = np.array([time.monotonic(), self.waited, waited, steps, self.batches, self.fill])
         if then is None:
             return {}
         seconds, learner, actors, collected, batches, fill = self.then - then
-        trained = batches * args.batch_unrolls * args.num_steps
         return dict(
             learner_wait=learner / seconds,
             actor_wait=min(1.0, actors / seconds),  # a wait counts when it ends
             queue_fill=fill / (batches * self.num_blocks),
             collected_SPS=collected / seconds,
             trained_SPS=trained / seconds,
-            sample_reuse=trained / (batches * args.batch_size),
+            sample_reuse=trained / (batches * self.args.batch_size),
         )
 
     def close(self) -> bool:
@@ -894,7 +895,8 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
             scalars["charts/learning_rate"] = lr.item()
             scalars["charts/SPS"] = (step - first_step) / (time.time() - start)
             scalars |= {"charts/policy_lag": np.mean(lags), "charts/policy_lag_max": max(lags)}
-            scalars |= {f"charts/{k}": x for k, x in actors.rates().items()}
+            trained = len(lags) // actors.batch_blocks * args.batch_unrolls * args.num_steps
+            scalars |= {f"charts/{k}": x for k, x in actors.rates(trained).items()}
             means = {env_id: np.mean(returns) for env_id, returns in last_returns.items() if returns}
             if len(args.env_ids) > 1:
                 scalars |= {f"tasks/{env_id}": mean for env_id, mean in means.items()}

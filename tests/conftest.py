@@ -6,6 +6,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import impala_vtrace
 import ppo
+import ppo_async
 import ppo_atari
 import ppo_continuous
 import ppo_lstm
@@ -15,7 +16,7 @@ import ppo_shared
 # the details of ppo.py, 1 to 13, are tested on the first three; the others have that code word for word
 SCRIPTS = {"ppo": ppo, "ppo_shared": ppo_shared, "ppo_atari": ppo_atari}
 OTHERS = {"ppo_continuous": ppo_continuous, "ppo_lstm": ppo_lstm, "ppo_multidiscrete": ppo_multidiscrete}
-OTHERS |= {"impala_vtrace": impala_vtrace}
+OTHERS |= {"impala_vtrace": impala_vtrace, "ppo_async": ppo_async}
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +39,10 @@ def small_args(script, **flags):
     small = dict(num_envs=2 if script is ppo_atari else 4, num_steps=16, total_timesteps=64, device="cpu")
     if script in (ppo_continuous, ppo_multidiscrete):
         small |= dict(num_minibatches=4, update_epochs=2)
-    if script is impala_vtrace:  # in turn, so that it repeats; an unroll of each environment is a batch
-        small |= dict(env_id="CartPole-v1", sync=True, log_every=1, batch_unrolls=flags.get("num_envs", 4))
+    if script in (impala_vtrace, ppo_async):  # in turn, so that it repeats; a batch is an unroll of each
+        small |= dict(env_id="CartPole-v1", sync=True, batch_unrolls=flags.get("num_envs", 4))
+    if script is impala_vtrace:
+        small |= dict(log_every=1)
     return script.Args(**small | flags)
 
 

@@ -18,6 +18,7 @@ from conftest import OTHERS, SCRIPTS, games, scalars, small_args
 
 import impala_vtrace
 import ppo
+import ppo_async
 import ppo_atari
 import ppo_continuous
 import ppo_lstm
@@ -35,6 +36,7 @@ def script(request):
 # a task that each script plays fast, and renders without a GPU
 QUICK = {ppo: "CartPole-v1", ppo_atari: "BreakoutNoFrameskip-v4", ppo_lstm: "CartPole-v1"}
 QUICK |= {ppo_continuous: "Pendulum-v1", ppo_multidiscrete: "Pendulum-v1", impala_vtrace: "CartPole-v1"}
+QUICK |= {ppo_async: "CartPole-v1"}
 
 
 @pytest.fixture
@@ -468,7 +470,7 @@ def test_track_without_wandb(script, monkeypatch, capsys):
 
 def test_copy_in_an_empty_folder_runs(script):
     shutil.copy(ROOT / f"{script.SCRIPT}.py", "copied.py")
-    batch = "--batch-unrolls" if script is impala_vtrace else "--num-minibatches"
+    batch = "--batch-unrolls" if script in (impala_vtrace, ppo_async) else "--num-minibatches"
     flags = ["--num-envs", "2", "--num-steps", "16", "--total-timesteps", "64", batch, "2"]
     subprocess.run([sys.executable, "-I", "copied.py", *flags], check=True, capture_output=True)
     (run_dir,) = Path("runs").iterdir()

@@ -1,0 +1,252 @@
+"""ppo_async.py: what is stale, dropped, used again; and that in turn it is ppo_atari.py's update."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import scalars
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import ppo
+import ppo_async
+import ppo_atari
+from ppo_async import Actor, Agent, Args, Unrolls, compute_gae, ppo_loss
+
+ROOT = Path(__file__).parent.parent
+
+
+def small(**flags):
+    """Two groups of two environments; an iteration is one segment of each."""
+    flags = dict(env_id="Count-v0", num_envs=4, num_steps=16, batch_unrolls=4) | flags
+    return Args(**dict(total_timesteps=64 * 10, sync=True, device="cpu") | flags)
+
+
+def segments(args, count=2, seed=1):
+    """Segments of both groups of an actor with a random agent, and the agent."""
+    torch.manual_seed(seed)
+    actor, found = Actor(args.env_id, args, seed=1), []
+    agent = Agent(actor.groups[0].envs, args)
+    with torch.no_grad():
+        for version in range(count):
+            both = [Unrolls(args, agent, actor.groups[0].row) for _ in range(2)]
+            actor.unroll(agent, version, both)
+            found += both
+    return found, agent
+
+
+@pytest.mark.parametrize("env_id", ["Count-v0", "PongNoFrameskip-v4"])
+def test_ratio_is_one_before_the_first_gradient_step(env_id):
+    """Of fresh samples, and recomputed in one pass over a segment."""
+    found, agent = segments(small(env_id=env_id))
+    for unrolls in found:
+        data = {name: torch.from_numpy(x) for name, x in unrolls.data.items()}
+        dist, values = agent(data["obs"].flatten(0, 1))
+        logprobs = dist.log_prob(data["last_actions"].roll(-1, 0).flatten(0, 1)).view(17, -1)
+        torch.testing.assert_close(logprobs[:-1], data["logprobs"][:-1], atol=1e-5, rtol=0)
+        torch.testing.assert_close(values.view(17, -1), data["values"], atol=1e-5, rtol=1e-5)
+    run_dir = ppo_async.train(small(env_id=env_id, num_minibatches=1, total_timesteps=128))
+    assert abs(scalars(run_dir, "losses/approx_kl")[0][1]) < 1e-6
+
+
+def test_advantages_of_a_segment_by_hand():
+    """Count-v0 ends every fifth step with reward 1 a step: the definition, step by step."""
+    (unrolls, _), _ = segments(small(), count=1)
+    data = unrolls.data
+    r, v, d = data["last_rewards"][1:, 0], data["values"][:, 0], data["starts"][1:, 0]
+    assert np.flatnonzero(d).tolist() == [4, 9, 14] and (r == 1).all()
+    expected, advantage = np.zeros(16), 0.0
+    for t in reversed(range(16)):
+        advantage = r[t] + 0.99 * (1 - d[t]) * v[t + 1] - v[t] + 0.99 * 0.95 * (1 - d[t]) * advantage
+        expected[t] = advantage
+    rows = {name: torch.from_numpy(data[name]) for name in data}
+    ends = rows["starts"][1:].float()
+    ours = compute_gae(rows["last_rewards"][1:], rows["values"][:-1], ends, rows["values"][-1], 0.99, 0.95)
+    np.testing.assert_allclose(ours[:, 0], expected, rtol=1e-5)
+
+
+def test_in_turn_it_is_the_update_of_ppo_atari(monkeypatch):
+    """The same rollout, parameters and shuffling: the same parameters to 1e-6 after two epochs."""
+    seen = {}
+    collect = ppo_async.collect
+
+    def spy(actors, stop):
+        seen["data"], versions, ended = collect(actors, stop)
+        seen["data"]["last_rewards"][3] = 7  # to be clipped
+        return seen["data"], versions, ended
+
+    made, original = [], Agent.__init__
+    monkeypatch.setattr(Agent, "__init__", lambda self, *x: (original(self, *x), made.append(self))[0])
+    monkeypatch.setattr(ppo_async, "collect", spy)
+    flags = dict(env_id="PongNoFrameskip-v4", num_envs=4, num_steps=16, device="cpu", total_timesteps=64)
+    ppo_async.train(Args(**flags, batch_unrolls=4, sample_reuse=2.0, sync=True))
+    data, agents = seen["data"], []
+
+    class Replayed:  # of the rollout that ppo_async.py saw
+        num_envs, t = 4, 0
+        single_observation_space = ppo_async.make_env(
+            "PongNoFrameskip-v4", Args(), 1
+        ).single_observation_space
+        single_action_space = ppo_async.make_env("PongNoFrameskip-v4", Args(), 1).single_action_space
+
+        def reset(self, seed):
+            return data["obs"][0], {}
+
+        def step(self, actions):
+            assert np.array_equal(actions, data["last_actions"][self.t + 1])
+            self.t += 1
+            ended = data["starts"][self.t]
+            return data["obs"][self.t], np.sign(data["last_rewards"][self.t]), ended, ended & False, {}
+
+    class Twin(ppo_atari.Agent):
+        def __init__(self, envs):
+            super().__init__(envs)
+            agents.append(self)
+            names = dict(network="network", actor="actor", critic="critic")
+            assert names.keys() == dict(self.named_children()).keys()
+
+    taken = iter(torch.from_numpy(data["last_actions"][1:]))
+    monkeypatch.setattr(ppo_atari.Categorical, "sample", lambda self: next(taken))
+    monkeypatch.setattr(ppo_atari, "make_env", lambda args, n: Replayed())
+    monkeypatch.setattr(ppo_atari, "Agent", Twin)
+    shuffles = []
+    randperm = torch.randperm
+    # the order of samples in a batch is the same, (T, N); the two shuffle with the same numbers
+    monkeypatch.setattr(torch, "randperm", lambda n, **k: shuffles.append(n) or (torch.arange(n) * 37) % n)
+    del shuffles[:]
+    ppo_atari.train(ppo_atari.Args(**flags, update_epochs=2))
+    theirs = torch.cat([p.detach().flatten() for p in agents[0].parameters()])
+    del made[:]
+    ppo_async.train(Args(**flags, batch_unrolls=4, sample_reuse=2.0, sync=True))
+    ours = torch.cat([p.detach().flatten() for p in made[0].parameters()])
+    assert shuffles == [64] * 4 and randperm is not torch.randperm
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("delay", [0, 1, 3])
+def test_artificial_delay_is_the_staleness(delay):
+    """In turn and held back for K iterations: K versions stale once the first K are through."""
+    run_dir = ppo_async.train(small(artificial_delay=delay))
+    means = [x for _, x in scalars(run_dir, "staleness/mean")]
+    assert means == [min(k, delay) for k in range(10)]
+    assert [x for _, x in scalars(run_dir, "staleness/max")] == means
+    assert len(scalars(run_dir, f"staleness/clipfrac_{delay}")) == 10 - delay
+    events = EventAccumulator(str(run_dir))
+    events.Reload()
+    last = events.Histograms("staleness/versions")[-1].histogram_value
+    assert last.min == last.max == delay and last.num == 64
+
+
+def test_held_back_segments_are_the_older_ones(monkeypatch):
+    """What is trained on in iteration k was collected in iteration k - K."""
+    collected, trained = [], []
+    collect, loss = ppo_async.collect, ppo_async.ppo_loss
+    monkeypatch.setattr(ppo_async, "collect", lambda *x: (collected.append(collect(*x)), collected[-1])[1])
+    monkeypatch.setattr(
+        ppo_async, "ppo_loss", lambda a, batch, *x: (trained.append(batch), loss(a, batch, *x))[1]
+    )
+    ppo_async.train(small(env_id="CartPole-v1", artificial_delay=2, num_minibatches=1))
+    assert len(collected) == 12 and len(trained) == 10
+    for (data, _, _), batch in zip(collected, trained, strict=False):
+        seen = torch.from_numpy(data["logprobs"][:-1]).flatten()
+        assert torch.equal(batch["logprobs"].sort()[0], seen.sort()[0])
+
+
+def test_stale_segments_are_dropped_and_counted():
+    run_dir = ppo_async.train(small(artificial_delay=3, max_staleness=1))
+    dropped = [x for _, x in scalars(run_dir, "staleness/dropped")]
+    assert dropped == [0, 0] + [1] * 8
+    assert len(scalars(run_dir, "losses/policy_loss")) == 2  # and nothing was learned from then on
+    assert [x for _, x in scalars(run_dir, "charts/trained_SPS")][2:] == [0] * 8
+    assert len(scalars(run_dir, "charts/SPS")) == 10
+
+
+@pytest.mark.parametrize("reuse,passes", [(0.5, 0.5), (1.0, 1), (2.5, 2.5), (4.0, 4)])
+def test_sample_reuse(reuse, passes, monkeypatch):
+    """Each sample is trained on so many times: exactly in whole passes, a random share in the rest."""
+    used, loss = [], ppo_async.ppo_loss
+    monkeypatch.setattr(
+        ppo_async, "ppo_loss", lambda a, b, *x: (used.append(b["logprobs"]), loss(a, b, *x))[1]
+    )
+    run_dir = ppo_async.train(small(env_id="CartPole-v1", sample_reuse=reuse, total_timesteps=64))
+    values, counts = torch.cat(used).unique(return_counts=True)
+    assert counts.sum() == 64 * passes
+    assert [x for _, x in scalars(run_dir, "charts/sample_reuse")] == [reuse]
+    assert len(used) == 4 * np.ceil(passes)
+
+
+def test_advantages_by_the_optimizers_values(monkeypatch):
+    """--gae-on-learner: the values of stale segments are computed anew."""
+    batches, loss = {}, ppo_async.ppo_loss
+    for on_learner in (False, True):
+        monkeypatch.setattr(
+            ppo_async,
+            "ppo_loss",
+            lambda a, b, *x, k=on_learner: (batches.setdefault(k, []).append(b), loss(a, b, *x))[1],
+        )
+        flags = dict(env_id="CartPole-v1", artificial_delay=2, gae_on_learner=on_learner, learning_rate=1e-2)
+        ppo_async.train(small(**flags, num_minibatches=1))
+    fresh, anew = (sorted(batches[k][0]["values"].tolist()) for k in (False, True))
+    np.testing.assert_allclose(fresh, anew, atol=1e-5)  # nothing was learned yet
+    assert not np.allclose(*(sorted(batches[k][-1]["values"].tolist()) for k in (False, True)), atol=1e-3)
+
+
+def test_loss_is_that_of_ppo():
+    found, agent = segments(small(env_id="CartPole-v1"), count=1)
+    data = {name: torch.from_numpy(x[:-1]).flatten(0, 1) for name, x in found[0].data.items()}
+    batch = dict(obs=data["obs"], actions=data["last_actions"], values=data["values"])
+    batch |= dict(
+        logprobs=data["logprobs"] + torch.randn(32) / 5, advantages=torch.randn(32), returns=torch.randn(32)
+    )
+    (ours, info), (theirs, their_info) = (f(agent, batch, 0.1, small()) for f in (ppo_loss, ppo.ppo_loss))
+    clipped = info.pop("clipped")
+    assert torch.equal(ours, theirs) and info == their_info
+    assert clipped.shape == (32,) and clipped.float().mean() == info["clipfrac"] > 0.2
+
+
+def test_clipped_share_by_staleness_by_hand():
+    staleness, clipped = torch.tensor([0, 0, 2, 2, 2, 5]), torch.tensor([1, 0, 1, 1, 0, 0]).bool()
+    report = ppo_async.staleness_report(staleness, clipped)
+    expected = {"staleness/mean": 11 / 6, "staleness/max": 5, "staleness/clipfrac_0": 0.5}
+    expected |= {"staleness/clipfrac_2": 2 / 3, "staleness/clipfrac_5": 0}
+    assert report == pytest.approx(expected)
+    assert ppo_async.staleness_report(staleness[:0], clipped[:0]) == {}
+
+
+def test_asynchronous_run_is_little_stale_and_leaves_no_thread():
+    run_dir = ppo_async.train(small(env_id="CartPole-v1", sync=False, total_timesteps=64 * 100))
+    assert [step for step, _ in scalars(run_dir, "charts/SPS")] == list(range(64, 6401, 64))
+    stale = [x for _, x in scalars(run_dir, "staleness/max")]
+    assert 1 <= max(stale) <= 3 and np.mean([x for _, x in scalars(run_dir, "staleness/mean")]) < 2
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("actor")]
+    reuse = [x for _, x in scalars(run_dir, "charts/sample_reuse")]
+    assert set(reuse) == {1.0}
+
+
+def test_time_limit_is_bootstrapped_on_demand():
+    (unrolls, _), agent = segments(small(env_id="Cut-v0", bootstrap_truncated=True), count=1)
+    with torch.no_grad():
+        value = agent(torch.tensor([[100.0, 1.0]]))[1].item()
+    assert np.flatnonzero(unrolls.data["bootstraps"][:, 0]).tolist() == [4, 8, 12, 16]
+    np.testing.assert_allclose(unrolls.data["bootstraps"][[4, 8]], 0.99 * value, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "flags,words",
+    [
+        ("--num-envs 3", "num_envs must be a multiple of 2"),
+        ("--batch-unrolls 9", "must be a multiple of 8"),
+        ("--segment-length 4", "a minibatch must hold more than one step"),
+        ("--sample-reuse 0", "sample_reuse cannot be 0"),
+        ("--max-staleness -1", "max_staleness cannot be -1"),
+    ],
+)
+def test_mistakes(flags, words):
+    command = [sys.executable, ROOT / "ppo_async.py", *flags.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+    assert not os.listdir()
