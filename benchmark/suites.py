@@ -77,6 +77,9 @@ IMPALA = "--num-envs 8 --batch-unrolls 8 --learning-rate 5e-3 --vf-coef 0.05 --e
 IMPALA += "--bootstrap-truncated --device cpu".split()
 ABLATION = [*IMPALA, "--batch-unrolls", "16", "--replay-fraction", "0.5"]
 
+ASYNC = "--num-envs 8 --segment-length 32 --batch-unrolls 8 --learning-rate 1e-3 --clip-coef 0.2".split()
+ASYNC += ["--device", "cpu"]
+
 MASKED = "--num-envs 16 --learning-rate 2e-3 --device cpu".split()
 
 SUITES = {
@@ -134,7 +137,14 @@ SUITES = {
     "impala": [
         Row("impala_vtrace", "CartPole-v1", 500_000, (), (*IMPALA,)),
         Row("impala_vtrace", "CartPole-v1", 500_000, (), (*IMPALA, "--sync"), "sync"),
-        Row("impala_vtrace", "benchmark.tasks:MaskedCartPole-v0", 500_000, (), (*IMPALA, "--lstm"), "lstm"),
+        Row(
+            "impala_vtrace",
+            "benchmark.tasks:MaskedCartPole-v0",
+            300_000,
+            (),
+            (*IMPALA, "--lstm", "--vf-coef", "0.5"),  # returns of 25 at most, not of 500
+            "lstm",
+        ),
         Row(
             "impala_vtrace",
             "PongNoFrameskip-v4",
@@ -157,6 +167,24 @@ SUITES = {
     "ablation": [  # section 5.2.2 of IMPALA's paper on a small task: half of each batch is replayed
         Row("impala_vtrace", "CartPole-v1", 200_000, (), (*ABLATION, "--correction", kind), kind)
         for kind in ("vtrace", "one-step-is", "epsilon", "none")
+    ],
+    "async": [
+        Row("ppo_async", "CartPole-v1", 500_000, (), (*ASYNC,)),
+        Row("ppo_async", "CartPole-v1", 500_000, (), (*ASYNC, "--sync"), "sync"),
+        Row(
+            "ppo_async",
+            "PongNoFrameskip-v4",
+            10_000_000,
+            (curve("the blog", "ppo_atari.py(blog)", "PongNoFrameskip-v4"),),
+            ("--segment-length", "128", "--batch-unrolls", "16", "--sample-reuse", "4"),
+        ),
+    ],
+    "staleness": [  # figures of Berner et al. 2019, appendix M, on a small task: in turn, so exactly so stale
+        Row("ppo_async", "CartPole-v1", 200_000, (), (*ASYNC, "--sync", *flags.split()), variant)
+        for variant, flags in (
+            *((f"delay_{k}", f"--artificial-delay {k}") for k in (0, 1, 2, 4, 8)),
+            *((f"reuse_{r}", f"--sample-reuse {r}") for r in (0.5, 1, 2, 4, 8)),
+        )
     ],
     "own": [  # nothing is published of these
         Row("ppo_lstm", "benchmark.tasks:MaskedCartPole-v0", 150_000, (), MASKED),
