@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmark.suites import SUITES, Row, Target  # noqa: E402
 
+APART = ("ablation", "staleness")  # suites of many rows, which the README tells in tables of their own
 MARKS = "<!-- results: benchmark/compare.py --readme -->", "<!-- end of results -->"
 
 
@@ -292,7 +293,8 @@ def main():
     (args.results / "index.html").write_text(page(sections))
     if args.readme:
         head = sections[0][1][0]
-        run = [line for _, lines, _ in sections for line in lines[1:] if line[-2] != "not run"]
+        run = [line for suite, lines, _ in sections for line in lines[1:] if suite not in APART]
+        run = [line for line in run if line[-2] != "not run"]
         text = f"{MARKS[0]}\n{markdown([head, *run])}\n{MARKS[1]}"
         readme = (ROOT / "README.md").read_text()
         pattern = re.escape(MARKS[0]) + ".*" + re.escape(MARKS[1])
