@@ -455,8 +455,9 @@ class Actors:
         self.turn, self.waited, self.batches, self.fill, self.then = 0, 0.0, 0, 0, None
         self.filled, self.free = queue.SimpleQueue(), queue.SimpleQueue()
         self.batch_blocks = self.args.new_unrolls // (WORLD_SIZE * self.args.group_size)
-        # what the actors fill, and one batch: when the learner is behind, the actors wait
-        self.num_blocks = 2 * len(self.members) + self.batch_blocks
+        # so few that no actor can fill a second pair while the learner is at the batch before the first:
+        # one that is ahead waits, with data that are one version old
+        self.num_blocks = max(2 * len(self.members), self.batch_blocks + len(self.members))
         for _ in range(self.num_blocks):
             self.free.put(Unrolls(self.args, agent, self.row))
         for actor in self.members if not self.args.sync else ():

@@ -221,7 +221,7 @@ def test_asynchronous_run_is_little_stale_and_leaves_no_thread():
     run_dir = ppo_async.train(small(env_id="CartPole-v1", sync=False, total_timesteps=64 * 100))
     assert [step for step, _ in scalars(run_dir, "charts/SPS")] == list(range(64, 6401, 64))
     stale = [x for _, x in scalars(run_dir, "staleness/max")]
-    assert 1 <= max(stale) <= 3 and np.mean([x for _, x in scalars(run_dir, "staleness/mean")]) < 2
+    assert max(stale) <= 1
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("actor")]
     reuse = [x for _, x in scalars(run_dir, "charts/sample_reuse")]
     assert set(reuse) == {1.0}

@@ -435,7 +435,7 @@ def test_asynchronous_run_learns_its_steps_and_leaves_no_thread():
     run_dir = impala_vtrace.train(small(env_id="CartPole-v1", sync=False, total_timesteps=32 * 200))
     assert [step for step, _ in scalars(run_dir, "charts/SPS")] == list(range(32, 32 * 200 + 1, 32))
     lags = [x for _, x in scalars(run_dir, "charts/policy_lag_max")]
-    assert 1 <= max(lags) <= 3 and np.mean([x for _, x in scalars(run_dir, "charts/policy_lag")]) < 2
+    assert max(lags) <= 1 and np.mean([x for _, x in scalars(run_dir, "charts/policy_lag")]) < 2
     for share in ("learner_wait", "actor_wait", "queue_fill"):
         assert all(0 <= x <= 1 for _, x in scalars(run_dir, f"charts/{share}")), share
     ends = [step for step, _ in scalars(run_dir, "charts/episodic_return")]
@@ -449,7 +449,7 @@ def test_slow_learner_stops_the_actors(monkeypatch):
     monkeypatch.setattr(impala_vtrace, "impala_loss", lambda *x: (time.sleep(0.05), original(*x))[1])
     run_dir = impala_vtrace.train(small(sync=False, total_timesteps=32 * 30))
     assert scalars(run_dir, "charts/actor_wait")[-1][1] > 0.5
-    assert max(x for _, x in scalars(run_dir, "charts/policy_lag_max")) <= 3
+    assert max(x for _, x in scalars(run_dir, "charts/policy_lag_max")) <= 1
 
 
 def test_several_actors_and_batches_of_several_blocks():
