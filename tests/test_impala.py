@@ -435,7 +435,7 @@ def test_asynchronous_run_learns_its_steps_and_leaves_no_thread():
     run_dir = impala_vtrace.train(small(env_id="CartPole-v1", sync=False, total_timesteps=32 * 200))
     assert [step for step, _ in scalars(run_dir, "charts/SPS")] == list(range(32, 32 * 200 + 1, 32))
     lags = [x for _, x in scalars(run_dir, "charts/policy_lag_max")]
-    assert max(lags) <= 1 and np.mean([x for _, x in scalars(run_dir, "charts/policy_lag")]) < 2
+    assert max(lags) <= 1
     for share in ("learner_wait", "actor_wait", "queue_fill"):
         assert all(0 <= x <= 1 for _, x in scalars(run_dir, f"charts/{share}")), share
     ends = [step for step, _ in scalars(run_dir, "charts/episodic_return")]
