@@ -3,9 +3,10 @@
     python benchmark/run.py staleness --seeds 1..3 --workers 2
     python benchmark/staleness.py
 
-Berner et al. 2019 (https://arxiv.org/abs/1912.06680, appendix M) found that both slow learning in Dota 2.
-The picture has the mean over seeds of each seed's last 100 training episodes by environment step, and the
-band from the lowest to the highest seed; the table the mean of that curve over the whole run, and its end.
+Berner et al. 2019 (https://arxiv.org/abs/1912.06680, appendix M) found that both slow learning. They
+varied reuse by the number of rollout workers beside the same optimizers: what counts as slow is a return by
+samples trained on. By environment steps, reuse is more training. So there are three panels: mean over seeds
+of each seed's last 100 training episodes, and the band from the lowest to the highest seed.
 """
 
 import sys
@@ -29,25 +30,39 @@ class Args:
 
 def main():
     args = tyro.cli(Args)
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    lines = [["varied", "value", "seeds", "return over the whole run", "last 100 episodes"]]
-    kinds = dict(delay="staleness, versions", reuse="sample reuse")
-    for ax, (kind, title) in zip(figure.subplots(1, 2, sharey=True), kinds.items(), strict=True):
-        rows = [row for row in SUITES["staleness"] if row.variant.startswith(kind)]
-        for k, row in enumerate(rows):
-            result = compare.load(row, compare.Args(results=args.results))
-            if result is None:
-                continue
-            steps = np.linspace(0, result.reached, 101)[5:]
-            ours = np.array([result.at(step) for step in steps])  # (points, seeds)
-            value, color = row.variant.split("_")[1], f"C{k}"
-            ax.plot(steps, ours.mean(1), color=color, label=value)
-            ax.fill_between(steps, ours.min(1), ours.max(1), color=color, alpha=0.1, linewidth=0)
-            cells = [f"{x.mean():.0f} ± {x.std(ddof=1):.0f}" for x in (ours.mean(0), ours[-1])]
-            lines.append([title, value, str(ours.shape[1]), *cells])
-        ax.set(title=title, xlabel="environment step")
+    figure = Figure(figsize=(12, 3.4), layout="constrained")
+    axes = figure.subplots(1, 3, sharey=True)
+    head = [
+        "varied",
+        "value",
+        "seeds",
+        "mean return over the run",
+        "over its first 100k samples trained on",
+        "end",
+    ]
+    lines = [head]
+    for row in SUITES["staleness"]:
+        result = compare.load(row, compare.Args(results=args.results))
+        if result is None:
+            continue
+        kind, value = row.variant.split("_")
+        steps = np.linspace(0, result.reached, 401)[5:]
+        ours = np.array([result.at(step) for step in steps])  # (points, seeds)
+        trained = steps * (float(value) if kind == "reuse" else 1)
+        panels = [(axes[0], steps)] if kind == "delay" else [(axes[1], steps), (axes[2], trained)]
+        for ax, x in panels:
+            (line,) = ax.plot(x, ours.mean(1), label=value)
+            ax.fill_between(x, ours.min(1), ours.max(1), color=line.get_color(), alpha=0.1, linewidth=0)
+        means = [x.mean(0) for x in (ours, ours[trained <= 100_000], ours[-1:])]
+        cells = [f"{x.mean():.0f} ± {x.std(ddof=1):.0f}" for x in means]
+        lines.append(["staleness" if kind == "delay" else "reuse", value, str(ours.shape[1]), *cells])
+    titles = ["staleness, versions", "sample reuse", "sample reuse"]
+    labels = ["environment step", "environment step", "samples trained on"]
+    for ax, title, label in zip(axes, titles, labels, strict=True):
+        ax.set(title=title, xlabel=label)
         ax.legend()
-    figure.savefig(args.results / "staleness_and_reuse.png", dpi=90, metadata={"Software": None})
+    axes[2].set_xlim(0, 200_000)
+    figure.savefig(args.results / "staleness_and_reuse.png", dpi=80, metadata={"Software": None})
     print(compare.markdown(lines))
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -158,3 +159,18 @@ def test_unknown_suite():
         assert done.returncode == 2 and re.fullmatch(
             rf"{tool}\.py: error: no suite clasic; there are .*\n", done.stderr
         )
+
+
+def test_staleness_table_of_the_readme():
+    """The README's numbers are those of the CSVs."""
+    for path in RESULTS.glob("CartPole-v1__ppo_async__[dr]e*.csv"):
+        shutil.copy(path, ".")
+    tool = [sys.executable, ROOT / "benchmark/staleness.py", "--results", "."]
+    rows = subprocess.run(tool, check=True, capture_output=True, text=True).stdout.splitlines()[2:]
+    cells = [[cell.split(" ±")[0].strip() for cell in row.split("|")[1:-1]] for row in rows]
+    readme = (ROOT / "README.md").read_text()
+    delay, reuse = ([c for c in cells if c[0] == kind] for kind in ("staleness", "reuse"))
+    assert "{}, {}, {}, {} and {}".format(*(c[3] for c in delay)) in readme
+    assert "{}, {}, {}, {} and {}".format(*(c[4] for c in reuse)) in readme
+    assert "{}, {}, {}, {}, {}".format(*(c[3] for c in reuse)) in readme
+    assert Path("staleness_and_reuse.png").stat().st_size > 10_000
