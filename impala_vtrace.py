@@ -89,7 +89,7 @@ class Args:
     # update
     batch_unrolls: int = 32  # unrolls in a batch, shared out over torchrun's processes
     replay_fraction: float = 0.0  # share of a batch that comes from the replay
-    replay_unrolls: int = 10_000  # unrolls in the replay of a process
+    replay_unrolls: int = 10_000  # unrolls in the replay of a process, 6 GB of Atari's
     learning_rate: float = 6e-4  # RMSProp's, before annealing
     anneal_lr: bool = True  # decay the learning rate linearly to 0
     rmsprop_decay: float = 0.99  # of the mean of squared gradients
