@@ -5,6 +5,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import impala_vtrace
+import ngu_r2d2
 import ppo
 import ppo_async
 import ppo_atari
@@ -16,7 +17,7 @@ import ppo_shared
 # the details of ppo.py, 1 to 13, are tested on the first three; the others have that code word for word
 SCRIPTS = {"ppo": ppo, "ppo_shared": ppo_shared, "ppo_atari": ppo_atari}
 OTHERS = {"ppo_continuous": ppo_continuous, "ppo_lstm": ppo_lstm, "ppo_multidiscrete": ppo_multidiscrete}
-OTHERS |= {"impala_vtrace": impala_vtrace, "ppo_async": ppo_async}
+OTHERS |= {"impala_vtrace": impala_vtrace, "ppo_async": ppo_async, "ngu_r2d2": ngu_r2d2}
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +44,11 @@ def small_args(script, **flags):
         small |= dict(env_id="CartPole-v1", sync=True, batch_unrolls=flags.get("num_envs", 4))
     if script is impala_vtrace:
         small |= dict(log_every=1)
+    if script is ngu_r2d2:
+        small |= dict(
+            env_id="CartPole-v1", burn_in=2, unroll=8, period=8, batch_sequences=2, learning_starts=1
+        )
+        small |= dict(replay_steps=800, log_every=1, save_replay=True)
     return script.Args(**small | flags)
 
 

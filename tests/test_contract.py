@@ -17,6 +17,7 @@ import torch
 from conftest import OTHERS, SCRIPTS, games, scalars, small_args
 
 import impala_vtrace
+import ngu_r2d2
 import ppo
 import ppo_async
 import ppo_atari
@@ -36,7 +37,7 @@ def script(request):
 # a task that each script plays fast, and renders without a GPU
 QUICK = {ppo: "CartPole-v1", ppo_atari: "BreakoutNoFrameskip-v4", ppo_lstm: "CartPole-v1"}
 QUICK |= {ppo_continuous: "Pendulum-v1", ppo_multidiscrete: "Pendulum-v1", impala_vtrace: "CartPole-v1"}
-QUICK |= {ppo_async: "CartPole-v1"}
+QUICK |= {ppo_async: "CartPole-v1", ngu_r2d2: "CartPole-v1"}
 
 
 @pytest.fixture
@@ -76,6 +77,11 @@ MISTAKES = [
     ("--seed -1", "seed cannot be -1"),
     ("--seed 3000000000", "seed must be below"),
     ("--total-timesteps 100", "total_timesteps must be at least"),
+    ("--gamma-max 1", "gamma_max and gamma_min must be below 1"),
+    ("--period 61", "period must be at most unroll"),
+    ("--rnd-max 0.5", "rnd_max must be at least 1"),
+    ("--replay-steps 1000 --learning-starts 1000", "replay_steps must hold a batch"),
+    ("--learning-starts 500000", "learning_starts must be at most replay_steps"),
     ("--resume nowhere", "nowhere/checkpoint.pt is no readable checkpoint"),
     ("--evaluate nowhere", "nowhere/checkpoint.pt is no readable checkpoint"),
     ("--capture-video", "--evaluate"),
@@ -127,6 +133,10 @@ def test_wrong_flag(script, flags, monkeypatch, capsys):
         (impala_vtrace, "Breakout-v4", "random number of frames"),
         (impala_vtrace, "Pendulum-v1", "ppo_continuous.py"),
         (impala_vtrace, "FrozenLake-v1", "vectors and images"),
+        (ngu_r2d2, "Breakout-v4", "random number of frames"),
+        (ngu_r2d2, "Pendulum-v1", "ppo_continuous.py"),
+        (ngu_r2d2, "FrozenLake-v1", "vectors and images"),
+        (ngu_r2d2, "MiniGrid-NoSuchTask-v0", "MiniGrid-NoSuchTask"),
     ],
 )
 def test_space_that_the_script_does_not_handle(script, env_id, words, monkeypatch, capsys):
@@ -206,8 +216,10 @@ def aligned_args(script, monkeypatch, **flags):
         flags = dict(update_epochs=2) | flags
     else:
         ids = {ppo_continuous: "AlignedBox-v0", ppo_multidiscrete: "AlignedMulti-v0"}
-        minibatches = {} if script is impala_vtrace else dict(num_minibatches=2)
+        minibatches = {} if script in (impala_vtrace, ngu_r2d2) else dict(num_minibatches=2)
         flags = dict(env_id=ids.get(script, "Aligned-v0")) | minibatches | flags
+    if script is ngu_r2d2:  # policies and the memory of a new episode are drawn and made anew when resumed
+        flags |= dict(num_policies=1, train_embedding=False)
     return small_args(script, num_envs=2, total_timesteps=256, **flags)
 
 
@@ -257,12 +269,13 @@ def test_stopped_and_resumed_twice_equals_uninterrupted_bit_for_bit(script, monk
         assert end.value.code == 143
         (parts,) = set(Path("runs").iterdir()) - {whole}
         assert torch.load(parts / "checkpoint.pt", weights_only=True)["iteration"] - step // 32 == (
-            script is impala_vtrace
+            script in (impala_vtrace, ngu_r2d2)
         )
     assert script.train(resumed(script, parts)) == parts
     a, b = (torch.load(run / "checkpoint.pt", weights_only=True) for run in (whole, parts))
     assert_same(a, b)
-    for tag in ("losses/policy_loss", "losses/value_loss", "charts/learning_rate", "charts/episodic_return"):
+    tags = ("losses/policy_loss", "losses/value_loss", "charts/learning_rate", "charts/episodic_return")
+    for tag in ("losses/td_loss", "losses/rnd_loss", tags[-1]) if script is ngu_r2d2 else tags:
         assert scalars(whole, tag) == scalars(parts, tag) and len(scalars(whole, tag)) >= 8, tag
 
 
@@ -281,7 +294,7 @@ def test_killed_run_resumes_into_one_continuous_curve(script, monkeypatch):
     (run_dir,) = Path("runs").iterdir()
     assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"] == 4
     script.train(resumed(script, run_dir))
-    assert [step for step, _ in scalars(run_dir, "charts/learning_rate")] == list(range(32, 257, 32))
+    assert [step for step, _ in scalars(run_dir, "charts/SPS")] == list(range(32, 257, 32))
     assert [step for step, _ in scalars(run_dir, "charts/episodic_return")] == sorted(
         [*range(32, 257, 32)] * 2
     )
@@ -327,9 +340,10 @@ def test_same_seed_same_numbers(script):
     assert_same(states[0], states[1])
     weights = [next(x for x in state["agent"].values() if torch.is_tensor(x)) for state in states]
     assert not torch.equal(weights[0], weights[2])
-    for tag in ("losses/value_loss", "losses/entropy", "charts/episodic_return"):
+    tags = ("losses/td_loss", "losses/q") if script is ngu_r2d2 else ("losses/value_loss", "losses/entropy")
+    for tag in (*tags, "charts/episodic_return"):
         assert scalars(runs[0], tag) == scalars(runs[1], tag)
-    assert scalars(runs[0], "losses/value_loss") != scalars(runs[2], "losses/value_loss")
+    assert scalars(runs[0], tags[0]) != scalars(runs[2], tags[0])
 
 
 def test_non_finite_loss_stops_the_run(vector_script):
@@ -471,6 +485,7 @@ def test_track_without_wandb(script, monkeypatch, capsys):
 def test_copy_in_an_empty_folder_runs(script):
     shutil.copy(ROOT / f"{script.SCRIPT}.py", "copied.py")
     batch = "--batch-unrolls" if script in (impala_vtrace, ppo_async) else "--num-minibatches"
+    batch = "--batch-sequences" if script is ngu_r2d2 else batch
     flags = ["--num-envs", "2", "--num-steps", "16", "--total-timesteps", "64", batch, "2"]
     subprocess.run([sys.executable, "-I", "copied.py", *flags], check=True, capture_output=True)
     (run_dir,) = Path("runs").iterdir()

@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -465,88 +464,7 @@ def test_sync_repeats_bit_for_bit(flags):
     assert not torch.equal(agents[0]["actor.weight"], agents[2]["actor.weight"])
 
 
-# === How a run ends ===
-
-
-def command(*flags):
-    small = ["--num-envs", 4, "--batch-unrolls", 4, "--device", "cpu", "--env-id", *flags]
-    return [sys.executable, ROOT / "impala_vtrace.py", *map(str, small)]
-
-
-def ended(*flags, code, words, **kwargs):
-    """Run to the end: within 30 s, with this exit code and words on stderr."""
-    environment = os.environ | dict(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}", OMP_NUM_THREADS="1")
-    done = subprocess.run(
-        command(*flags), capture_output=True, text=True, timeout=30, env=environment, **kwargs
-    )
-    assert done.returncode == code and re.search(words, done.stderr), (done.returncode, done.stderr)
-    return done
-
-
-def test_environment_that_raises_ends_the_run_with_its_own_traceback():
-    with pytest.raises(ZeroDivisionError, match="the environment's own mistake") as error:
-        impala_vtrace.train(small(env_id="Crash-v0", sync=False))
-    assert any("probes.py" in str(entry.path) for entry in error.traceback)
-    assert not actors_alive()
-    ended("probes:Crash-v0", code=1, words="(?s)probes.py.*the environment's own mistake")
-
-
-def test_environment_that_hangs_is_named_and_ends_the_run():
-    done = ended(
-        "probes:Hang-v0", "--stall-seconds", 2, "--save-every", 1, code=1, words="Hang-v0: a step takes"
-    )
-    assert "in step" in done.stderr and "time.sleep" in done.stderr
-    (run_dir,) = Path("runs").iterdir()
-    assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"] > 0
-
-
-def test_actor_that_is_killed_ends_the_run(monkeypatch):
-    """Whatever ends a thread, SystemExit too."""
-    with pytest.raises(SystemExit, match="from within"):
-        impala_vtrace.train(small(env_id="Exit-v0", sync=False))
-    assert not actors_alive()
-
-
-def test_full_disk_is_named_and_leaves_the_last_checkpoint(monkeypatch):
-    original, saves = torch.save, []
-
-    def save(state, path):
-        saves.append(path)
-        if len(saves) == 3:
-            raise OSError(28, "No space left on device", str(path))
-        original(state, path)
-
-    monkeypatch.setattr(torch, "save", save)
-    with pytest.raises(OSError, match="No space left"):
-        impala_vtrace.train(small(sync=False, save_every=2))
-    (run_dir,) = Path("runs").iterdir()
-    assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"] == 4
-    assert not actors_alive()
-
-
-def test_sigterm_saves_and_goes_on_from_there():
-    run = subprocess.Popen(command("CartPole-v1"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    run_dir = Path(run.stdout.readline().strip())
-    time.sleep(3)
-    run.send_signal(signal.SIGTERM)
-    _, err = run.communicate(timeout=30)
-    assert run.returncode == 143 and "Traceback" not in err, err
-    iteration = torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"]
-    assert iteration > 0
-    args = impala_vtrace.load_checkpoint(run_dir)["args"]
-    args.resume, args.total_timesteps = str(run_dir), (iteration + 20) * args.batch_size
-    impala_vtrace.train(args)
-    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
-    assert state["iteration"] == iteration + 20
-    lags = [x for step, x in scalars(run_dir, "charts/policy_lag") if step > iteration * args.batch_size]
-    assert lags and max(lags) < 5  # the actors go on from the learner's version
-
-
-def test_non_finite_loss_stops_the_run():
-    with pytest.raises(
-        SystemExit, match=r"iteration \d+: .* not finite; last good checkpoint: runs/.*iteration"
-    ):
-        impala_vtrace.train(small(env_id="NanReward-v0", total_timesteps=32 * 40, save_every=1))
+# === Mistakes ===
 
 
 @pytest.mark.parametrize(

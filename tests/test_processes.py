@@ -1,4 +1,4 @@
-"""Auxiliary detail 2, parallel gradients, and IMPALA's several learners: torchrun with two processes."""
+"""Auxiliary detail 2, parallel gradients, and several learners with actors: torchrun with two processes."""
 
 import os
 import re
@@ -74,24 +74,34 @@ def test_processes_must_divide_the_environments():
     )
 
 
-def impala(folder, *flags, processes=1):
+def decoupled(name, folder, *flags, processes=1):
     """Parameters after every update (1 + updates, all), by rank."""
     folder.mkdir()
     start = TORCHRUN if processes == 2 else [sys.executable]
-    run(*start, ROOT / "tests/impala_ranks.py", folder, *flags)
+    run(*start, ROOT / "tests/decoupled_ranks.py", name, folder, *flags)
     return [torch.load(folder / f"{rank}.pt") for rank in range(processes)]
 
 
-def test_impala_two_learners_do_what_one_does(tmp_path):
-    """Gradients are summed before the clip: one double batch to 1e-6, bitwise equal on both ranks."""
-    (alone,) = impala(tmp_path / "one")
-    first, second = impala(tmp_path / "two", processes=2)
+@pytest.mark.parametrize("name", ["impala_vtrace", "ppo_async"])
+def test_two_learners_do_what_one_does(name, tmp_path):
+    """Gradients are put together before the clip: one double batch to 1e-6, bitwise equal on both ranks."""
+    (alone,) = decoupled(name, tmp_path / "one")
+    first, second = decoupled(name, tmp_path / "two", processes=2)
     assert len(first) == 6 and torch.equal(first, second) and len(first.unique(dim=0)) == 6
     torch.testing.assert_close(alone, first, atol=1e-6, rtol=0)
 
 
+def test_two_optimizers_drop_the_same_batches(tmp_path):
+    """--max-staleness: where all of a batch is too old, no rank updates, and none waits for the other."""
+    flags = ("--artificial-delay", "1", "--max-staleness", "0")
+    first, second = decoupled("ppo_async", tmp_path / "two", *flags, processes=2)
+    assert torch.equal(first, second)
+    changed = [not torch.equal(a, b) for a, b in zip(first, first[1:], strict=False)]
+    assert changed == [True, False, False, False, False]  # the first is held back, but no version behind
+
+
 def test_impala_learners_that_average_now_and_then(tmp_path):
     """--sync-every 2: apart after updates 1 and 3, together after 2 and 4."""
-    first, second = impala(tmp_path / "two", "--sync-every", "2", processes=2)
+    first, second = decoupled("impala_vtrace", tmp_path / "two", "--sync-every", "2", processes=2)
     differ = [(a - b).abs().max().item() > 1e-6 for a, b in zip(first, second, strict=True)]
     assert differ == [False, True, False, True, False, True]

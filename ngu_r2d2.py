@@ -1,0 +1,1014 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "ale-py>=0.12", "gymnasium[classic-control]>=1.4", "minigrid>=3", "numpy", "tensorboard",
+#     "torch>=2.6", "tqdm", "tyro>=1",
+# ]
+# ///
+"""Never Give Up on R2D2: recurrent Q-learning from replay, driven by novelty within an episode and for life.
+
+    python ngu_r2d2.py --env-id MiniGrid-DoorKey-8x8-v0       # every field of Args is a flag; see --help
+    python ngu_r2d2.py --num-policies 1 --beta 0              # R2D2 alone
+    python ngu_r2d2.py --resume runs/NAME                     # go on with a run that was stopped
+    python ngu_r2d2.py --evaluate runs/NAME                   # play full episodes with its agent and beta 0
+    torchrun --nproc-per-node 4 ngu_r2d2.py                   # environments and gradients shared out over 4
+
+Papers   NGU: Badia et al. 2020, https://arxiv.org/abs/2002.06038
+         R2D2: Kapturowski et al. 2019, https://openreview.net/forum?id=r1lyTjAqYX
+Choices  1 to 9 in the comments: where the papers contradict themselves or say nothing
+Shapes   L = burn_in + unroll steps of a sequence, which has L + 1 rows; B sequences a batch; N environments.
+         Row t has an observation and what led to it: step t has the action last_actions[t + 1], and its
+         rewards, discount and end are of row t + 1 alike.
+"""
+
+import atexit
+import os
+import pickle
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import ale_py
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import tyro
+from ale_py.vector_env import AtariVectorEnv
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+SCRIPT = Path(__file__).stem
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+
+# === Arguments ===============================================================================
+
+Bonus = Literal["calibrated", "min-max", "batch-mean", "long-run-mean", "zero-mean", "unit-std"]
+
+
+@dataclass
+class Args:
+    env_id: str = "MiniGrid-DoorKey-8x8-v0"  # Gymnasium id of the task
+    total_timesteps: int = 1_000_000  # environment steps, summed over the parallel environments
+    seed: int = 1  # seeds PyTorch and the environments; nothing else is random
+
+    # acting
+    num_envs: int = 16  # parallel environments, shared out over torchrun's processes
+    num_steps: int = 8  # steps per environment and rollout (T)
+    eval_epsilon: float = 0.01  # share of random actions in --evaluate, and of Retrace's target policy
+    bootstrap_truncated: bool = True  # value what lies beyond a time limit instead of taking it for the end
+
+    # sequences and their replay
+    burn_in: int = 20  # steps that only warm up the LSTM's state
+    unroll: int = 60  # steps to train on
+    period: int = 40  # steps between the beginnings of an episode's sequences
+    replay_steps: int = 400_000  # capacity in environment steps
+    learning_starts: int = 10_000  # environment steps in the replay before the first update
+    priority_exponent: float = 0.9  # 0 draws uniformly
+    priority_eta: float = 0.9  # weight of a sequence's largest TD error, against the mean
+    importance_exponent: float = 0.6  # of the weights that correct for priorities
+    save_replay: bool = False  # in the checkpoint; without, a resumed run fills it anew
+
+    # R2D2
+    learning_rate: float = 5e-4  # Adam's
+    adam_eps: float = 1e-4  # Adam's epsilon, of both optimizers
+    batch_sequences: int = 32  # sequences of an update and process
+    updates_per_rollout: int = 1  # updates after num_envs * num_steps environment steps
+    target: Literal["nstep", "retrace"] = "retrace"  # value targets
+    n_step: int = 5  # steps of an n-step target
+    retrace_lambda: float = 0.95  # of Retrace
+    target_every: int = 100  # updates between copies to the target network
+    h_eps: float = 1e-3  # of the value rescaling
+    hidden_size: int = 128  # of the encoder, the LSTM and the heads
+    max_grad_norm: float = 40.0  # clip of the global gradient norm
+
+    # Never Give Up
+    num_policies: int = (
+        8  # with weights of the intrinsic reward from 0 to beta; one is drawn for each episode
+    )
+    beta: float = 0.3  # largest weight of the intrinsic reward
+    gamma_max: float = 0.997  # discount of the policy with weight 0
+    gamma_min: float = 0.99  # discount of the policy with weight beta
+    neighbors: int = 10  # nearest memories of an episode to compare with
+    memory_size: int = 3000  # of an episode, in steps
+    kernel_eps: float = 1e-3  # of the kernel that compares them
+    bonus: Bonus = "calibrated"  # scale of the episodic reward; the others look at batches, as in DI-engine
+    rnd: bool = True  # multiply it by life-long novelty
+    rnd_max: float = 5.0  # the largest factor
+    train_embedding: bool = True  # by inverse dynamics; without, it stays random
+    auxiliary_steps: int = 5  # last steps of a sequence that train the embedding and the predictor
+    auxiliary_lr: float = 5e-4  # their learning rate
+    last_reward_weight: float = 1.0  # of an episode's last reward that is not zero
+
+    # run
+    device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"  # where the networks run
+    amp: bool = False  # run the convolutions in bfloat16
+    compile: bool = False  # torch.compile what the device runs
+    track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
+    wandb_project_name: str = "ngu"  # Weights & Biases project
+    wandb_entity: str | None = None  # Weights & Biases user or team
+    log_every: int = 50  # iterations between logs of losses and rates; episodes are logged as they end
+    save_every: int = 500  # iterations between checkpoints
+    resume: str | None = None  # run folder to continue, with its own arguments where no flag is given
+    evaluate: str | None = None  # run folder whose agent to evaluate instead of training
+    eval_episodes: int = 10  # full episodes of --evaluate
+    capture_video: bool = False  # record the episodes of --evaluate in the run folder
+
+    @property
+    def batch_size(self) -> int:
+        return self.num_envs * self.num_steps
+
+    @property
+    def num_iterations(self) -> int:
+        return self.total_timesteps // self.batch_size
+
+    @property
+    def length(self) -> int:
+        return self.burn_in + self.unroll
+
+
+def fail(message: object) -> NoReturn:
+    """A mistake of the user, not a bug: one line on stderr and exit code 2."""
+    print(f"{SCRIPT}.py: error: {' '.join(str(message).split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse_args() -> Args:  # differs from ppo.py: sequences and their replay
+    args = tyro.cli(Args)
+    if run_dir := args.resume or args.evaluate:
+        saved = load_checkpoint(run_dir)["args"]
+        args = tyro.cli(Args, default=saved)
+        fixed = ("env_id", "seed", "num_envs", "num_steps", "num_policies", "hidden_size")
+        for name in fixed if args.resume else fixed[-2:]:
+            if getattr(args, name) != getattr(saved, name):
+                flag = "--resume" if args.resume else "--evaluate"
+                fail(f"{flag} cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
+    may_be_zero = ("seed", "burn_in")
+    for name, x in asdict(args).items():
+        if type(x) is int and x < (name not in may_be_zero) or type(x) is float and not 0 <= x < np.inf:
+            fail(f"{name} cannot be {x}")
+    for mistake, message in (
+        (args.resume and args.evaluate, "give --resume or --evaluate, not both"),
+        (args.capture_video and not args.evaluate, "--capture-video records the episodes of --evaluate"),
+        (args.seed >= 2**31, "seed must be below 2**31"),
+        (max(args.gamma_max, args.gamma_min) >= 1, "gamma_max and gamma_min must be below 1"),
+        (
+            max(args.eval_epsilon, args.retrace_lambda) > 1,
+            "eval_epsilon and retrace_lambda must be at most 1",
+        ),
+        (args.priority_eta > 1, "priority_eta must be at most 1"),
+        (args.rnd_max < 1, "rnd_max must be at least 1"),
+        (args.num_iterations < 1, "total_timesteps must be at least num_envs * num_steps"),
+        (args.num_envs % WORLD_SIZE, f"the {WORLD_SIZE} processes of torchrun must divide num_envs"),
+        (args.period > args.unroll, "period must be at most unroll, or steps between sequences are lost"),
+        (args.learning_starts > args.replay_steps, "learning_starts must be at most replay_steps"),
+        (args.replay_steps < args.period * args.batch_sequences, "replay_steps must hold a batch"),
+        (args.device == "cuda" and not torch.cuda.is_available(), "--device cuda: PyTorch finds no GPU"),
+    ):
+        if mistake:
+            fail(message)
+    return args
+
+
+# === Environment =============================================================================
+
+
+def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.vector.VectorEnv:
+    # differs from ppo.py: Atari games in C++, of one frame and all actions; images channels first
+    """Vectorized environments, each reset within the step that ends its episode."""
+    gym.register_envs(ale_py)
+    same_step = dict(autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+    spec = gym.registry.get(args.env_id)
+    if spec and spec.entry_point == "ale_py.env:AtariEnv":
+        if spec.kwargs["frameskip"] not in (1, 4):
+            fail(f"{args.env_id} skips a random number of frames: take a NoFrameskip-v4 or an ALE/...-v5 id")
+        kept = ("game", "repeat_action_probability", "max_num_frames_per_episode")
+        kwargs = {name: spec.kwargs[name] for name in kept} | same_step
+        kwargs |= dict(reward_clipping=False, noop_max=31, stack_num=1, full_action_space=True)
+        envs = AtariVectorEnv(num_envs=num_envs, **kwargs)
+        if video_dir:  # a twin in colour, played with the same seeds and actions
+            camera = dict(img_height=210, img_width=160, grayscale=False)
+            envs.camera = AtariVectorEnv(num_envs=num_envs, **kwargs, **camera)
+        return envs
+    options = dict(wrappers=[as_array], vector_kwargs=same_step)
+    if video_dir:
+        record = dict(video_folder=str(video_dir), episode_trigger=lambda n: n < args.eval_episodes)
+        options["wrappers"] = [lambda env: gym.wrappers.RecordVideo(env, **record), as_array]
+        options["render_mode"] = "rgb_array"
+    module = "minigrid:" if args.env_id.startswith("MiniGrid-") else ""  # which registers them
+    try:
+        envs = gym.make_vec(module + args.env_id, num_envs, "sync", **options)
+    except (gym.error.Error, ImportError) as error:
+        fail(f"--env-id {args.env_id}: {error}")
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
+        fail(f"{args.env_id} acts in {action_space}: try ppo_continuous.py or ppo_multidiscrete.py")
+    if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
+        fail(f"{args.env_id} observes {obs_space}: this script takes vectors and images")
+    return envs
+
+
+def as_array(env: gym.Env) -> gym.Env:
+    # differs from impala_vtrace.py: small images stay images
+    """Observations as images (channels, height, width) or vectors; of a dictionary, its image (MiniGrid)."""
+    space = env.observation_space
+    if isinstance(space, gym.spaces.Dict) and "image" in space.spaces:
+        env = gym.wrappers.TransformObservation(env, lambda obs: obs["image"], space["image"])
+        space = env.observation_space
+    if isinstance(space, gym.spaces.Box) and len(space.shape) == 3:
+        low, high = (x.transpose(2, 0, 1) for x in (space.low, space.high))
+        channels_first = gym.spaces.Box(low, high, dtype=space.dtype.type)
+        return gym.wrappers.TransformObservation(env, lambda obs: obs.transpose(2, 0, 1), channels_first)
+    return env
+
+
+class Envs:
+    """Environments and the policies that play their episodes.
+
+    row: what is to be seen now, arrays (N, ...): obs, last_actions, r_ext (raw) and r_int, zeros where an
+    episode begins; starts, true there; policies, the index of the one that plays, drawn for each episode.
+    """
+
+    def __init__(
+        self, args: Args, num_envs: int, num_policies: int, seed: int, video_dir: Path | None = None
+    ):
+        self.envs, self.num_policies = make_env(args, num_envs, video_dir), num_policies
+        self.is_atari = isinstance(self.envs, AtariVectorEnv)
+        self.video_dir, self.video = video_dir if self.is_atari else None, []
+        obs, _ = self.envs.reset(seed=seed)
+        if self.video_dir:
+            self.envs.camera.reset(seed=seed)
+        self.returns, self.lengths = np.zeros((2, num_envs))
+        zeros, ones = np.zeros(num_envs, np.float32), np.ones(num_envs, bool)
+        policies = np.random.default_rng(seed).integers(num_policies, size=num_envs)
+        self.row = dict(obs=obs, last_actions=zeros.astype(np.int64), r_ext=zeros, r_int=zeros)
+        self.row |= dict(starts=ones, policies=policies)
+
+    def step(
+        self, actions: np.ndarray, rng: np.random.Generator
+    ) -> tuple[dict, np.ndarray, np.ndarray, list]:
+        """Arrival row, terminated, truncated, and (return, length, policy) of episodes that ended.
+
+        The arrival row has the last observation of an episode that ended, self.row the first of the next one.
+        """
+        obs, r_ext, terminated, truncated, info = self.envs.step(actions)
+        over = terminated | truncated
+        self.returns += r_ext
+        self.lengths += 1
+        policies = self.row["policies"]
+        ended = [(self.returns[n].item(), int(self.lengths[n]), int(policies[n])) for n in over.nonzero()[0]]
+        self.returns[over] = self.lengths[over] = 0
+        if self.video_dir:
+            self.video.append(self.envs.camera.step(actions)[0][0, 0])
+            if over[0]:
+                self.save_video()
+        arrival = dict(obs=obs, last_actions=actions, r_ext=r_ext.astype(np.float32), policies=policies)
+        arrival |= dict(r_int=np.zeros_like(arrival["r_ext"]), starts=np.zeros_like(over))
+        self.row = arrival
+        if over.any():
+            first = {name: np.where(over, 0, arrival[name]) for name in ("last_actions", "r_ext")}
+            drawn = rng.integers(self.num_policies, size=len(over))
+            self.row = arrival | first | dict(policies=np.where(over, drawn, policies), starts=over)
+            arrival["obs"] = obs.copy()
+            arrival["obs"][over] = np.stack(list(info["final_obs"][over]))
+        return arrival, terminated, truncated, ended
+
+    def save_video(self):
+        from moviepy import ImageSequenceClip
+
+        self.video_dir.mkdir(exist_ok=True)
+        path = self.video_dir / f"{len(list(self.video_dir.iterdir()))}.mp4"
+        ImageSequenceClip(self.video, fps=15).write_videofile(path, logger=None)  # every 4th of 60 a second
+        self.video = []
+
+
+# === Agent ===================================================================================
+
+
+def encoder(obs_shape: tuple[int, ...], num_features: int) -> nn.Sequential:
+    """Features of observations: large images, small ones such as MiniGrid's 7 x 7, or vectors."""
+    if len(obs_shape) == 1:
+        layers = [nn.Linear(obs_shape[0], 64), nn.ReLU(inplace=True)]
+    elif min(obs_shape[1:]) >= 36:
+        layers = [nn.Conv2d(obs_shape[0], 32, 8, stride=4), nn.ReLU(inplace=True)]
+        layers += [nn.Conv2d(32, 64, 4, stride=2), nn.ReLU(inplace=True)]
+        layers += [nn.Conv2d(64, 64, 3), nn.ReLU(inplace=True), nn.Flatten()]
+    else:
+        layers = [nn.Conv2d(obs_shape[0], 16, 3), nn.ReLU(inplace=True)]
+        layers += [nn.Conv2d(16, 32, 3), nn.ReLU(inplace=True), nn.Flatten()]
+    size = nn.Sequential(*layers)(torch.zeros(1, *obs_shape)).numel()
+    return nn.Sequential(*layers, nn.Linear(size, num_features), nn.ReLU(inplace=True))
+
+
+def scaled(obs: Tensor) -> Tensor:
+    """Pixels from 0 to 1; the numbers of small images, which name things in MiniGrid, by 10."""
+    if obs.dtype != torch.uint8:
+        return obs.float()
+    return obs.float().div_(255 if obs.shape[-1] >= 36 else 10)
+
+
+class Agent(nn.Module):  # differs from ppo.py: a recurrent dueling Q network of all policies
+    def __init__(self, envs: gym.vector.VectorEnv, args: Args):
+        super().__init__()
+        self.num_actions, self.num_policies = int(envs.single_action_space.n), args.num_policies
+        self.amp, self.hidden_size, size = args.amp, args.hidden_size, args.hidden_size
+        self.encoder = encoder(envs.single_observation_space.shape, size)
+        self.lstm = nn.LSTM(size + self.num_actions + 2 + args.num_policies, size)
+        self.value = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, 1))
+        self.advantage = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, self.num_actions))
+
+    def initial_state(self, num_envs: int) -> Tensor:
+        """Hidden and cell state (2, N, hidden_size)."""
+        return self.value[0].weight.new_zeros(2, num_envs, self.hidden_size)
+
+    def forward(self, rows: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+        """Rescaled action values (T, N, num_actions) of rows (T, N, ...) as Envs has them; state after.
+
+        state: (2, N, hidden_size), before the first row; only there an episode may begin.
+        """
+        obs, one_hot = rows["obs"], nn.functional.one_hot
+        with torch.autocast(obs.device.type, torch.bfloat16, self.amp):
+            x = self.encoder(scaled(obs.flatten(0, 1)))
+        x = x.float().unflatten(0, obs.shape[:2])
+        past = (
+            one_hot(rows["last_actions"], self.num_actions),
+            rows["r_ext"][..., None],
+            rows["r_int"][..., None],
+        )
+        x = torch.cat((x, *past, one_hot(rows["policies"], self.num_policies)), -1)
+        state = state * ~rows["starts"][0, :, None]
+        x, state = self.lstm(x, (state[:1].contiguous(), state[1:].contiguous()))
+        advantage = self.advantage(x)
+        return self.value(x) + advantage - advantage.mean(-1, keepdim=True), torch.cat(state)
+
+
+# === Algorithm ===============================================================================
+
+
+def policy_family(
+    num_policies: int, beta: float, gamma_max: float, gamma_min: float
+) -> tuple[Tensor, Tensor]:
+    """Weights of the intrinsic reward and discounts, (num_policies,) each; appendix A of NGU.
+
+    Choice 9: the formulas divide by N - 2 and N - 1. A single policy has beta and gamma_max, two have 0 and
+    beta. The first weight is exactly 0, so that it is the policy to evaluate.
+    """
+    if num_policies == 1:
+        return torch.tensor([beta], dtype=torch.float64), torch.tensor([gamma_max], dtype=torch.float64)
+    i, last = torch.arange(num_policies, dtype=torch.float64), num_policies - 1
+    betas = beta * torch.sigmoid(10 * (2 * i - (last - 1)) / max(last - 1, 1))
+    betas[0], betas[-1] = 0, beta
+    far, near = torch.tensor((1 - gamma_max, 1 - gamma_min), dtype=torch.float64).log()
+    return betas, 1 - (((last - i) * far + i * near) / last).exp()
+
+
+def epsilons(num_envs: int) -> np.ndarray:
+    """Share of random actions of each environment (N,), from 0.4 down to 0.4^8: the ladder of Ape-X."""
+    return 0.4 ** (1 + 7 * np.arange(num_envs) / max(num_envs - 1, 1))
+
+
+def h(x: Tensor, eps: float = 1e-3) -> Tensor:
+    """Value rescaling, section 2.3 of R2D2."""
+    return x.sign() * ((x.abs() + 1).sqrt() - 1) + eps * x
+
+
+def h_inv(x: Tensor, eps: float = 1e-3) -> Tensor:
+    """Its inverse. Choice 5: eps as in NGU's table, and the root is squared, which its appendix E forgot."""
+    root = (1 + 4 * eps * (x.abs() + 1 + eps)).sqrt()
+    return x.sign() * (((root - 1) / (2 * eps)) ** 2 - 1)
+
+
+def nstep_targets(rewards: Tensor, discounts: Tensor, ends: Tensor, values: Tensor, n: int) -> Tensor:
+    """Returns (T, B) of n steps; of fewer where the episode or the sequence ends (choice 7).
+
+    rewards, discounts (0 where an episode terminated), ends (true where it terminated or was cut): (T, B).
+    values: (T + 1, B), of the rows.
+    """
+    targets = values
+    for _ in range(n):
+        targets = torch.cat((rewards + discounts * torch.where(ends, values[1:], targets[1:]), values[-1:]))
+    return targets[:-1]
+
+
+def retrace_targets(rewards, discounts, ends, values, taken_values, traces) -> Tensor:
+    """Retrace's targets (T, B) for the actions taken, Munos et al. 2016, https://arxiv.org/abs/1606.02647.
+
+    rewards, discounts, ends: (T, B) as for nstep_targets. values: (T + 1, B), expected under the target
+    policy; taken_values: (T, B), of the actions taken; traces: (T, B), lambda min(1, pi / mu) of them.
+    """
+    targets, beyond = torch.empty_like(rewards), values[-1]
+    for t in reversed(range(len(rewards))):
+        targets[t] = rewards[t] + discounts[t] * torch.where(ends[t], values[t + 1], beyond)
+        beyond = values[t] + traces[t] * (targets[t] - taken_values[t])
+    return targets
+
+
+def sequence_priority(td_errors: Tensor, eta: float, mask: Tensor | None = None) -> Tensor:
+    """eta max + (1 - eta) mean of the absolute errors (T, B) of each sequence (B,), where mask is true."""
+    mask = torch.ones_like(td_errors) if mask is None else mask
+    errors = td_errors.abs() * mask
+    return eta * errors.max(0)[0] + (1 - eta) * errors.sum(0) / mask.sum(0).clamp(min=1)
+
+
+def episodic_reward(
+    squared_distances: np.ndarray,
+    mean_squared_distance: float,
+    kernel_eps: float = 1e-3,
+    cluster_distance: float = 0.008,
+    constant: float = 0.001,
+    max_similarity: float = 8.0,
+) -> np.ndarray:
+    """Novelty (N,) by squared distances (N, k) to the nearest memories of the episode, algorithm 1 of NGU.
+
+    Choice 4: where memories are fewer than k, the others are infinitely far, and the sum counts as one of k.
+    The constant is outside of the root, as in the algorithm.
+    """
+    found = np.isfinite(squared_distances).sum(-1).clip(1)
+    distances = np.maximum(squared_distances / max(mean_squared_distance, 1e-12) - cluster_distance, 0)
+    kernel = kernel_eps / (distances + kernel_eps)
+    similarity = np.sqrt(kernel.sum(-1) * squared_distances.shape[-1] / found) + constant
+    return np.where(similarity > max_similarity, 0, 1 / similarity)
+
+
+def rescaled(novelty: Tensor, mask: Tensor, how: Bonus) -> Tensor:
+    """Episodic rewards (T, B) by those of the batch that are no padding: what DI-engine uses or discusses."""
+    seen = novelty[mask]
+    if how == "min-max":
+        return (novelty - seen.min()) / (seen.max() - seen.min() + 1e-8)
+    if how == "batch-mean":
+        return novelty / (seen.mean() + 1e-8)
+    if how == "zero-mean":
+        return (novelty - seen.mean()) / (seen.std() + 1e-8)
+    if how == "unit-std":
+        return novelty / (seen.std() + 1e-8)
+    return novelty  # scaled when it was made
+
+
+def q_loss(
+    agent: Agent, target_agent: Agent, batch: dict[str, Tensor], family: tuple[Tensor, Tensor], args: Args
+):
+    """Loss of sequences (L + 1, B, ...) as Replay has them, priorities (B,), and the diagnostics to log."""
+    mask, policies, actions = batch["mask"], batch["policies"][0], batch["last_actions"][1:, :, None]
+    betas, gammas = (x[policies] for x in family)  # a sequence is trained on for the policy that played it
+    batch = batch | dict(starts=torch.zeros_like(batch["ends"]))
+    inputs = {k: batch[k] for k in ("obs", "last_actions", "r_ext", "r_int", "policies", "starts")}
+    q, state = [], batch["state"]
+    for part in slice(0, args.burn_in), slice(args.burn_in, None):
+        if part.stop != 0:
+            outputs, state = agent({name: x[part] for name, x in inputs.items()}, state.detach())
+            q.append(outputs)  # no gradient reaches back through the state into the burn-in
+    q = torch.cat(q)
+    with torch.no_grad():
+        target_q = h_inv(target_agent(inputs, batch["state"])[0], args.h_eps)
+        alpha = batch["alpha"][1:].clamp(min=1)
+        r_int = rescaled(batch["r_int"][1:] / alpha, mask, args.bonus) * alpha
+        rewards, discounts = batch["rewards"][1:] + betas * r_int, gammas * batch["discounts"][1:]
+        ends, greedy = batch["ends"][1:], q.argmax(-1, keepdim=True)
+        if args.target == "nstep":  # double Q: chosen by the online network
+            values = target_q.gather(-1, greedy).squeeze(-1)
+            targets = nstep_targets(rewards, discounts, ends, values, args.n_step)
+        else:  # choice 8: the target policy is epsilon-greedy, of the online network
+            pi = torch.full_like(q, args.eval_epsilon / agent.num_actions)
+            pi.scatter_add_(-1, greedy, torch.full_like(q[..., :1], 1 - args.eval_epsilon))
+            traces = pi[:-1].gather(-1, actions).squeeze(-1) / batch["mu"][1:].clamp(min=1e-6)
+            traces = args.retrace_lambda * traces.clamp(max=1)
+            taken_values = target_q[:-1].gather(-1, actions).squeeze(-1)
+            values = (pi * target_q).sum(-1)
+            targets = retrace_targets(rewards, discounts, ends, values, taken_values, traces)
+        targets = h(targets, args.h_eps)
+    q_taken = q[:-1].gather(-1, actions).squeeze(-1)
+    td_errors = (targets - q_taken) * mask  # choice 7: padding counts nowhere
+    loss = (batch["weights"] * 0.5 * (td_errors**2).sum(0)).mean()
+    with torch.no_grad():
+        priorities = sequence_priority(td_errors, args.priority_eta, mask)
+        info = dict(td_loss=0.5 * (td_errors**2).sum() / mask.sum(), q=q_taken[mask].mean())
+        info |= dict(target=targets[mask].mean(), intrinsic_reward=r_int[mask].mean())
+    return loss, priorities, info
+
+
+# === Curiosity ===============================================================================
+
+
+class RunningNorm(nn.Module):
+    # differs from ppo_continuous.py: of tensors, and forgets beyond a horizon
+    """Mean and variance of what was seen, by its last `horizon` members or so, as buffers."""
+
+    def __init__(self, *shape: int, horizon: float = np.inf):
+        super().__init__()
+        self.horizon = horizon
+        for name, x in dict(mean=torch.zeros(shape), var=torch.ones(shape), count=torch.tensor(1e-4)).items():
+            self.register_buffer(name, x)
+
+    def update(self, x: Tensor):
+        """With a batch (n, ...)."""
+        n, delta = len(x), x.mean(0) - self.mean
+        total = self.count + n
+        m2 = self.var * self.count + x.var(0, unbiased=False) * n + delta**2 * self.count * n / total
+        self.mean += delta * n / total
+        self.var.copy_(m2 / total)
+        self.count.copy_(total.clamp(max=self.horizon))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.mean) / (self.var + 1e-8).sqrt()
+
+
+class Curiosity(nn.Module):
+    """The intrinsic reward: novelty within the episode times novelty for life. One memory an environment."""
+
+    def __init__(self, envs: gym.vector.VectorEnv, args: Args, num_envs: int):
+        super().__init__()
+        obs_shape, num_actions = envs.single_observation_space.shape, int(envs.single_action_space.n)
+        self.args = args
+        self.embedding = encoder(obs_shape, 32)
+        self.inverse = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, num_actions))
+        self.rnd_target, self.rnd_predictor = (encoder(obs_shape, 128)[:-1] for _ in range(2))
+        self.rnd_target.requires_grad_(False)
+        self.rnd_predictor.requires_grad_(args.rnd)
+        for module in (self.embedding, self.inverse):
+            module.requires_grad_(args.train_embedding)
+        self.whitening = RunningNorm(*obs_shape)
+        self.errors, self.novelties = RunningNorm(horizon=1e5), RunningNorm()
+        self.register_buffer("distances", torch.zeros(2))  # sum and number
+        self.memory = np.zeros((num_envs, args.memory_size, 32), np.float32)
+        self.remembered = np.zeros(num_envs, np.int64)
+
+    def begin(self, obs: Tensor, starts: np.ndarray):
+        """Forget all where an episode begins but its first observation."""
+        self.remembered[starts] = 0
+        if starts.any():
+            self.remember(self.embedding(scaled(obs)).cpu().numpy(), starts)
+
+    def remember(self, embedded: np.ndarray, where: np.ndarray):
+        n = where.nonzero()[0]
+        self.memory[n, self.remembered[n] % self.args.memory_size] = embedded[n]
+        self.remembered[n] += 1
+
+    def nearest(self, embedded: np.ndarray) -> np.ndarray:
+        """Squared distances (N, neighbors) to the nearest memories, infinite where there are fewer."""
+        known = min(int(self.remembered.max()), self.args.memory_size)
+        distances = ((self.memory[:, :known] - embedded[:, None]) ** 2).sum(-1)
+        distances[np.arange(known) >= self.remembered[:, None]] = np.inf
+        nearest, k = np.full((len(embedded), self.args.neighbors), np.inf), min(self.args.neighbors, known)
+        nearest[:, :k] = np.partition(distances, k - 1, axis=1)[:, :k]
+        return nearest
+
+    def forward(self, obs: Tensor) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
+        """Intrinsic rewards (N,) of arriving at observations (N, ...), alpha (N,) in them, and what to log.
+
+        Choice 1: the reward is that of the state arrived at, and belongs to the action that led there. It is
+        compared with what was seen before it, and then remembered itself.
+        """
+        args = self.args
+        embedded = self.embedding(scaled(obs)).cpu().numpy()
+        nearest = self.nearest(embedded)
+        found = nearest[np.isfinite(nearest)]
+        # choice 3: one running mean of all environments, updated before its use, kept across episodes; it
+        # forgets with the last thousand calls, as the embedding changes
+        self.distances.mul_(0.999).add_(self.distances.new_tensor((found.sum(), found.size)))
+        mean = (self.distances[0] / self.distances[1]).item()
+        novelty = episodic_reward(nearest, mean, args.kernel_eps)
+        if args.bonus == "long-run-mean":
+            self.novelties.update(torch.from_numpy(novelty).float().to(obs.device))
+            novelty /= self.novelties.mean.item()
+        else:  # choice 2: what is as far as usual is worth 1
+            novelty /= episodic_reward(np.full((1, args.neighbors), mean), mean, args.kernel_eps)
+        self.remember(embedded, np.ones(len(obs), bool))
+        info = dict(novelty=novelty.mean(), distance=mean, memory=self.remembered.mean())
+        alpha = np.ones(len(obs))
+        if args.rnd:  # section 2: 1 + (error - mean) / standard deviation, in [1, rnd_max]
+            self.whitening.update(obs.float())
+            errors = self.prediction_errors(obs)
+            self.errors.update(errors)
+            alpha = 1 + self.errors(errors).cpu().numpy()
+            info |= dict(alpha_at_least=(alpha <= 1).mean(), alpha_at_most=(alpha >= args.rnd_max).mean())
+            alpha = alpha.clip(1, args.rnd_max)
+        info |= dict(alpha=alpha.mean(), reward=(novelty * alpha).mean())
+        return (novelty * alpha).astype(np.float32), alpha.astype(np.float32), info
+
+    def prediction_errors(self, obs: Tensor) -> Tensor:
+        """Of random network distillation (n,), on whitened observations (n, ...)."""
+        x = self.whitening(obs.float()).clamp(-5, 5)
+        return ((self.rnd_predictor(x) - self.rnd_target(x)) ** 2).mean(-1)
+
+    def loss(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Of actions (n,) between observations (2, n, ...): inverse dynamics, and the predictor's errors."""
+        before, after = self.embedding(scaled(obs.flatten(0, 1))).unflatten(0, obs.shape[:2])
+        logits = self.inverse(torch.cat((before, after), -1))
+        inverse_loss = nn.functional.cross_entropy(logits, actions)
+        rnd_loss = self.prediction_errors(obs[1]).mean()
+        accuracy = (logits.argmax(-1) == actions).float().mean()
+        info = dict(inverse_loss=inverse_loss.detach(), rnd_loss=rnd_loss.detach(), inverse_accuracy=accuracy)
+        return inverse_loss + rnd_loss, info
+
+
+def last_transitions(batch: dict[str, Tensor], steps: int) -> tuple[Tensor, Tensor]:
+    """Of each sequence's last steps that are no padding: observations (2, n, ...) around actions (n,)."""
+    mask = batch["mask"]
+    last = mask & (mask.flip(0).cumsum(0).flip(0) <= steps)
+    return torch.stack((batch["obs"][:-1][last], batch["obs"][1:][last])), batch["last_actions"][1:][last]
+
+
+# === Replay ==================================================================================
+
+
+class Replay:
+    """Sequences of L + 1 rows, cut from episodes as these are played; drawn by priority.
+
+    A sequence begins every `period` steps of an episode and never crosses its end: what is missing there is
+    padding, with a mask that is false. The first one of an episode is trained on from its first row, as its
+    state is known to be zero; others from row burn_in on, with the state stored before their first row.
+    """
+
+    def __init__(self, args: Args, row: dict[str, np.ndarray], hidden_size: int):
+        self.args, self.size, N = args, args.length + 1, len(row["obs"])
+        self.capacity = args.replay_steps // args.period
+        like = {name: x for name, x in row.items() if name != "starts"}
+        self.windows = {name: self.room(N, x) for name, x in like.items()}  # of the episodes being played
+        self.fields = {name: self.room(self.capacity, x) for name, x in like.items()}
+        self.fields["rewards"] = np.zeros_like(self.fields["r_ext"])
+        self.fields["mask"] = np.zeros((args.length, self.capacity), bool)
+        self.fields["state"] = np.zeros((2, self.capacity, hidden_size), np.float32)
+        self.states = np.zeros((args.length // args.period + 1, 2, N, hidden_size), np.float32)
+        self.filled, self.first = np.zeros(N, np.int64), np.ones(N, bool)  # rows of a window; of the episode?
+        self.priorities, self.added = np.zeros(self.capacity), 0
+
+    def room(self, number: int, like: np.ndarray) -> np.ndarray:
+        return np.zeros((self.size, number, *like.shape[1:]), like.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        arrays = (*self.fields.values(), *self.windows.values(), self.states, self.priorities)
+        return sum(x.nbytes for x in arrays)
+
+    def append(self, row: dict[str, np.ndarray], where: np.ndarray, state: np.ndarray):
+        """Rows (N, ...) of environments where `where` is true, with the state (2, N, hidden_size) before."""
+        n = where.nonzero()[0]
+        for name, x in self.windows.items():
+            x[self.filled[n], n] = row[name][n]
+        begins = n[self.filled[n] % self.args.period == 0]
+        self.states[self.filled[begins] // self.args.period, :, begins] = state[:, begins].swapaxes(0, 1)
+        self.filled[n] += 1
+
+    def cut(self, over: np.ndarray):
+        """Store the windows that are full, and what is left of episodes that are over."""
+        for n in ((self.filled == self.size) | over).nonzero()[0]:
+            trained = 0 if self.first[n] else self.args.length - self.args.period  # by the sequence before
+            if self.filled[n] - 1 > trained:
+                self.store(n)
+            self.first[n] = over[n]
+            if over[n]:
+                self.filled[n] = 0
+            else:
+                for x in self.windows.values():
+                    x[: -self.args.period, n] = x[self.args.period :, n]
+                self.states[:-1, :, n] = self.states[1:, :, n]
+                self.filled[n] = self.size - self.args.period
+
+    def store(self, n: int):
+        at, steps, begin = (
+            self.added % self.capacity,
+            self.filled[n] - 1,
+            self.args.burn_in * (not self.first[n]),
+        )
+        for name, x in self.windows.items():
+            self.fields[name][:, at] = x[:, n]
+            self.fields[name][steps + 1 :, at] = 0
+        rewards = self.fields["r_ext"][:, at].copy()  # the network's input stays what it saw
+        if self.fields["ends"][steps, at]:
+            rewards[rewards.nonzero()[0][-1:]] *= self.args.last_reward_weight
+        self.fields["rewards"][:, at] = rewards
+        t = np.arange(self.args.length)
+        self.fields["mask"][:, at] = (begin <= t) & (t < steps)
+        self.fields["state"][:, at] = 0 if self.first[n] else self.states[0, :, n]
+        self.priorities[at] = self.priorities.max() or 1.0  # unseen: as the most surprising
+        self.added += 1
+
+    def __len__(self) -> int:
+        return min(self.added, self.capacity)
+
+    def sample(self, size: int, rng: np.random.Generator) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Places (B,) and fields (L + 1, B, ...) of sequences, and importance weights (B,)."""
+        p = self.priorities[: len(self)] ** self.args.priority_exponent
+        p /= p.sum()
+        at = rng.choice(len(self), size, p=p)
+        weights = (len(self) * p[at]) ** -self.args.importance_exponent
+        batch = {name: x[:, at] for name, x in self.fields.items()}
+        return at, batch | dict(weights=(weights / weights.max()).astype(np.float32))
+
+    def state_dict(self) -> dict:
+        stored = {name: torch.from_numpy(x[:, : len(self)]).clone() for name, x in self.fields.items()}
+        return dict(fields=stored, priorities=torch.from_numpy(self.priorities.copy()), added=self.added)
+
+    def load_state_dict(self, state: dict):
+        for name, x in state["fields"].items():
+            self.fields[name][:, : x.shape[1]] = x.numpy()
+        self.priorities[:], self.added = state["priorities"].numpy(), state["added"]
+
+
+# === Logging and checkpoints =================================================================
+
+
+class Logger:
+    """TensorBoard, Weights & Biases with --track, and a progress bar: plain lines if no terminal."""
+
+    def __init__(self, args: Args, run_dir: Path, first_step: int):
+        if args.track:
+            try:
+                import wandb
+            except ImportError as error:
+                fail(f"--track: {error}; pip install wandb")
+            account = dict(project=args.wandb_project_name, entity=args.wandb_entity)
+            same_run = dict(id=run_dir.name, name=run_dir.name, resume="allow")  # when this one is resumed
+            config = asdict(args) | dict(exp_name=SCRIPT)  # CleanRL's key: its reports group by it
+            labels = dict(config=config, group=f"{args.env_id}__{SCRIPT}", tags=[SCRIPT, args.env_id[:64]])
+            try:
+                wandb.init(**account, **same_run, **labels, sync_tensorboard=True)
+            except wandb.Error as error:
+                fail(f"--track: {error}")
+        try:  # hiding what was logged but not saved
+            self.writer = SummaryWriter(run_dir, purge_step=first_step + 1)
+        except OSError as error:
+            fail(f"{run_dir}: {error}")
+        self.writer.add_text("args", "\n".join(f"    {k}: {v}" for k, v in asdict(args).items()))
+        style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
+        total = args.num_iterations * args.batch_size
+        self.bar = tqdm(total=total, initial=first_step, unit="step", unit_scale=True, **style)
+        atexit.register(self.close)  # a crash loses no logs
+
+    def log(self, step: int, scalars: dict[str, float], episodes: list[tuple[int, float, int]], status: str):
+        """Log scalars at step, and each episode, (end, return, length), at the step that ended it."""
+        for end, episodic_return, length in episodes:
+            self.writer.add_scalar("charts/episodic_return", episodic_return, end)
+            self.writer.add_scalar("charts/episodic_length", length, end)
+        for name, value in scalars.items():
+            if np.isfinite(value):  # not the explained variance of equal returns
+                self.writer.add_scalar(name, value, step)
+        self.bar.set_postfix_str(status, refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    def close(self):
+        self.bar.close()
+        self.writer.close()
+
+
+def save_checkpoint(run_dir: Path, **state):
+    """Atomically, so that a kill leaves the old one or the new one."""
+    torch.save(dict(script=SCRIPT, **state), run_dir / "checkpoint.tmp")
+    (run_dir / "checkpoint.tmp").replace(run_dir / "checkpoint.pt")
+
+
+def load_checkpoint(run_dir: str) -> dict:
+    """What train() saved in run_dir, with its Args."""
+    path = Path(run_dir) / "checkpoint.pt"
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["script"] == SCRIPT:
+            return state | dict(args=Args(**state["args"]))
+    except (OSError, EOFError, RuntimeError, LookupError, TypeError, pickle.UnpicklingError) as error:
+        fail(f"{path} is no readable checkpoint: {str(error)[:150]}")
+    fail(f"{path} is a checkpoint of {state['script']}.py")
+
+
+# === Training ================================================================================
+
+
+def over_processes(operation: str, x: float | Tensor) -> float:
+    """SUM or MAX of a number over the processes of torchrun."""
+    x = torch.as_tensor(x, dtype=torch.float32)
+    if WORLD_SIZE > 1:
+        torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, operation))
+    return x.item()
+
+
+class Actor:
+    """Plays the environments by epsilon-greedy policies, and says what each arrival is worth."""
+
+    def __init__(self, args: Args, envs: Envs, agent: Agent, curiosity: Curiosity):
+        self.args, self.envs, self.agent, self.curiosity = args, envs, agent, curiosity
+        self.state = agent.initial_state(len(envs.row["obs"]))
+        self.begin()
+
+    def begin(self):
+        if self.args.beta > 0:
+            obs = torch.as_tensor(self.envs.row["obs"], device=self.args.device)
+            self.curiosity.begin(obs, self.envs.row["starts"])
+
+    def step(self, epsilon: np.ndarray, rng: np.random.Generator) -> tuple[dict, list, dict[str, float]]:
+        """One step of each environment.
+
+        Returns the arrival row, with mu (the probability of its action), alpha, ends and discounts; episodes
+        that ended, as Envs.step() does; and what to log.
+        """
+        row, A = self.envs.row, self.agent.num_actions
+        inputs = {name: torch.as_tensor(x, device=self.args.device)[None] for name, x in row.items()}
+        q, self.state = self.agent(inputs, self.state)
+        greedy = q[0].argmax(-1).cpu().numpy()
+        actions = np.where(rng.random(len(greedy)) < epsilon, rng.integers(A, size=len(greedy)), greedy)
+        arrival, terminated, truncated, ended = self.envs.step(actions, rng)
+        ends, is_cut = terminated | truncated, truncated & ~terminated
+        goes_on = ~ends | is_cut & self.args.bootstrap_truncated  # choice 6: a time limit is no end
+        mu = (epsilon / A + (1 - epsilon) * (actions == greedy)).astype(np.float32)
+        arrival |= dict(mu=mu, alpha=np.ones_like(mu), ends=ends, discounts=goes_on.astype(np.float32))
+        info = {}
+        if self.args.beta > 0:
+            obs = torch.as_tensor(arrival["obs"], device=self.args.device)
+            arrival["r_int"], arrival["alpha"], info = self.curiosity(obs)
+            self.envs.row = self.envs.row | dict(r_int=np.where(ends, np.float32(0), arrival["r_int"]))
+            self.begin()
+        return arrival, ended, info
+
+
+@torch.no_grad()  # but for the updates
+def train(args: Args, stop: Sequence[int] = ()) -> Path:
+    # differs from ppo.py: a replay between acting and updates, two networks and a curiosity
+    """Train and return the run folder; a signal number in stop ends it after the iteration, saved."""
+    torch.manual_seed(args.seed)
+    if WORLD_SIZE > 1:
+        torch.distributed.init_process_group()
+        atexit.register(torch.distributed.destroy_process_group)
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    torch.set_flush_denormal(True)  # the moments of dead units fade into numbers that slow Adam down fivefold
+    T, N = args.num_steps, args.num_envs // WORLD_SIZE
+    checkpoint = load_checkpoint(args.resume) if args.resume else dict(iteration=0)
+    first_iteration = saved = checkpoint["iteration"]
+    first_step, start = first_iteration * args.batch_size, time.time()
+    seed = args.seed + first_step + RANK * N  # a resumed run begins new episodes
+    envs = Envs(args, N, args.num_policies, seed)
+    if envs.row["obs"].ndim == 2 or envs.row["obs"].shape[-1] < 36:
+        torch.set_num_threads(1)  # the networks are small: a second thread only costs
+    agent = Agent(envs.envs, args).to(args.device)
+    target_agent = deepcopy(agent)
+    curiosity = Curiosity(envs.envs, args, N).to(args.device)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps)
+    l2 = dict(eps=args.adam_eps, weight_decay=1e-5)
+    auxiliary = torch.optim.Adam(curiosity.parameters(), lr=args.auxiliary_lr, **l2)
+    family = policy_family(args.num_policies, args.beta, args.gamma_max, args.gamma_min)
+    family = tuple(x.float().to(args.device) for x in family)
+    epsilon = epsilons(args.num_envs)[RANK * N : (RANK + 1) * N]
+    none, all_envs = np.zeros(N, np.float32), np.ones(N, bool)
+    nothing = dict(mu=none + 1, alpha=none + 1, discounts=none + 1, ends=~all_envs)  # led to a first row
+    replay = Replay(args, envs.row | nothing, args.hidden_size)
+    run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns() // 1000}"
+    run_dir, updates = Path("runs", run_name.replace("/", "-").replace(":", "-")), 0
+    last_returns = deque(maxlen=100)  # of the policy that --evaluate plays
+    modules = dict(agent=agent, target_agent=target_agent, curiosity=curiosity)
+    modules |= dict(optimizer=optimizer, auxiliary=auxiliary) | (
+        dict(replay=replay) if args.save_replay else {}
+    )
+    if args.resume:
+        run_dir, updates = Path(args.resume), checkpoint["updates"]
+        last_returns.extend(checkpoint["last_returns"])
+        for name in modules.keys() & checkpoint.keys():
+            modules[name].load_state_dict(checkpoint[name])
+    actor = Actor(args, envs, agent, curiosity)
+    if RANK == 0:
+        logger = Logger(args, run_dir, first_step)
+        print(run_dir)
+        print(f"replay: {replay.capacity} sequences, {replay.num_bytes / 1e6:.0f} MB", file=sys.stderr)
+
+    def step_by(optimizer: torch.optim.Optimizer, loss: Tensor):
+        optimizer.zero_grad()
+        loss.backward()
+        parameters = [x for x in optimizer.param_groups[0]["params"] if x.grad is not None]
+        for parameter in parameters if WORLD_SIZE > 1 else ():  # averaged over the processes of torchrun
+            torch.distributed.all_reduce(parameter.grad)
+            parameter.grad /= WORLD_SIZE
+        nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+        optimizer.step()
+
+    @torch.enable_grad()
+    def update(batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, priorities, info = q_loss(agent, target_agent, batch, family, args)
+        step_by(optimizer, loss)
+        if args.beta > 0 and (args.train_embedding or args.rnd):
+            loss, more = curiosity.loss(*last_transitions(batch, args.auxiliary_steps))
+            step_by(auxiliary, loss)
+            info |= more
+        return priorities, info
+
+    if args.compile:
+        update = torch.compile(update)
+
+    replay.append(envs.row | nothing, all_envs, actor.state.cpu().numpy())
+    seen, trained_steps = [], 0
+    for iteration in range(first_iteration, args.num_iterations):
+        # seeded anew in every iteration, so that there is no random state to save and resume
+        seed = int(np.random.SeedSequence((args.seed, iteration, RANK)).generate_state(1)[0])
+        torch.manual_seed(seed)
+        rng = np.random.default_rng(seed)
+        step, episodes, info = iteration * args.batch_size, [], {}
+
+        # 1. act
+        for _ in range(T):
+            arrival, ended, novelty = actor.step(epsilon, rng)
+            step += args.num_envs
+            episodes += [(step, *episode) for episode in ended]
+            seen.append(novelty)
+            state = actor.state.cpu().numpy()
+            replay.append(arrival, all_envs, state)
+            replay.cut(arrival["ends"])
+            replay.append(envs.row | nothing, envs.row["starts"], state)
+
+        # 2. update
+        enough = max(args.batch_sequences, args.learning_starts // (WORLD_SIZE * args.period))
+        is_early = over_processes("MAX", len(replay) < enough)
+        for _ in range(0 if is_early else args.updates_per_rollout):
+            places, batch = replay.sample(args.batch_sequences, rng)
+            batch = {name: torch.as_tensor(x, device=args.device) for name, x in batch.items()}
+            priorities, info = update(batch)
+            replay.priorities[places] = priorities.cpu().numpy() + 1e-6
+            trained_steps += int(batch["mask"].sum()) * WORLD_SIZE
+            updates += 1
+            if updates % args.target_every == 0:
+                target_agent.load_state_dict(agent.state_dict())
+
+        # 3. log and save
+        scalars = {f"losses/{k}": x.item() for k, x in info.items()}
+        if not np.isfinite(list(scalars.values())).all():
+            good = f"{run_dir}/checkpoint.pt, of iteration {saved}" if saved else "none"
+            sys.exit(f"iteration {iteration + 1}: {scalars} are not finite; last good checkpoint: {good}")
+        last_returns.extend(episodic_return for _, episodic_return, _, policy in episodes if policy == 0)
+        signum = int(over_processes("MAX", stop[0] if stop else 0))
+        ends = signum or iteration + 1 == args.num_iterations
+        if (iteration + 1) % args.log_every == 0 or ends:
+            scalars["charts/SPS"] = (step - first_step) / (time.time() - start)
+            scalars["charts/replay_ratio"] = trained_steps / (step - first_step)
+            scalars["replay/sequences"] = len(replay)
+            spread = replay.priorities[: len(replay)] if len(replay) else np.zeros(1)
+            for how in ("mean", "std", "max"):
+                scalars[f"replay/priority_{how}"] = getattr(spread, how)()
+            for name in seen[-1]:
+                scalars[f"curiosity/{name}"] = float(np.mean([novelty[name] for novelty in seen]))
+            seen = []
+        else:
+            scalars = {}
+        if RANK == 0:
+            for end, episodic_return, _, policy in episodes:
+                logger.writer.add_scalar(f"policies/return_{policy}", episodic_return, end)
+            status = f"return {np.mean(last_returns or 0):.2f} with beta {family[0][0]:g}"
+            logger.log(step, scalars, [episode[:3] for episode in episodes], status)
+        if RANK == 0 and (ends or (iteration + 1) % args.save_every == 0):
+            saved = iteration + 1
+            logger.writer.flush()
+            state = {name: x.state_dict() for name, x in modules.items()}
+            state |= dict(iteration=saved, updates=updates, last_returns=list(last_returns))
+            save_checkpoint(run_dir, **state, args=asdict(args) | dict(resume=None))
+        if signum:
+            sys.exit(128 + signum)
+    if RANK == 0:
+        logger.close()
+    return run_dir
+
+
+# === Evaluation ==============================================================================
+
+
+@torch.no_grad()
+def evaluate(args: Args) -> list[float]:
+    # differs from ppo.py: recurrent, of the first policy, with the novelty that the network wants to see
+    """Returns of full episodes of a run's agent, by its policy with the smallest beta and by eval_epsilon."""
+    torch.manual_seed(args.seed)
+    video_dir = Path(args.evaluate) / "videos" if args.capture_video else None
+    seed = args.seed + args.total_timesteps + args.num_envs  # no seed of training
+    envs, checkpoint = Envs(args, 1, 1, seed, video_dir), load_checkpoint(args.evaluate)
+    agent, curiosity = Agent(envs.envs, args).to(args.device), Curiosity(envs.envs, args, 1).to(args.device)
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+        curiosity.load_state_dict(checkpoint["curiosity"])
+    except RuntimeError as error:
+        fail(f"the agent of {args.evaluate} does not fit {args.env_id}: {error}")
+    if envs.row["obs"].ndim == 2 or envs.row["obs"].shape[-1] < 36:
+        torch.set_num_threads(1)  # the networks are small: a second thread only costs
+    actor, rng, returns = Actor(args, envs, agent, curiosity), np.random.default_rng(seed), []
+    while len(returns) < args.eval_episodes:
+        _, ended, _ = actor.step(np.full(1, args.eval_epsilon), rng)
+        returns += [episodic_return for episodic_return, _, _ in ended]
+    envs.envs.close()
+    return returns
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    if args.evaluate:
+        returns = evaluate(args)
+        print(f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes")
+    else:
+        stop = []
+
+        def finish(signum: int, _):
+            """The first signal ends the run after its iteration, a second one at once."""
+            print("stopping after this iteration", file=sys.stderr)
+            stop.append(signum)
+            signal.signal(signum, signal.SIG_DFL)
+
+        signal.signal(signal.SIGINT, finish)
+        signal.signal(signal.SIGTERM, finish)
+        train(args, stop)

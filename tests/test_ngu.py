@@ -1,0 +1,709 @@
+"""ngu_r2d2.py: its functions by their definitions, the nine choices, and the bugs that public implementations
+have had, one test each."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import scalars
+
+import ngu_r2d2
+from ngu_r2d2 import (
+    Actor,
+    Agent,
+    Args,
+    Curiosity,
+    Envs,
+    Replay,
+    episodic_reward,
+    epsilons,
+    h,
+    h_inv,
+    last_transitions,
+    nstep_targets,
+    policy_family,
+    q_loss,
+    rescaled,
+    retrace_targets,
+    sequence_priority,
+)
+
+ROOT = Path(__file__).parent.parent
+
+
+def small(**flags):
+    flags = dict(env_id="Strange-v0", num_envs=3, num_steps=8, total_timesteps=480, log_every=1) | flags
+    flags = dict(burn_in=3, unroll=6, period=4, replay_steps=400, learning_starts=16, hidden_size=8) | flags
+    return Args(**dict(batch_sequences=4, num_policies=3, memory_size=50, device="cpu") | flags)
+
+
+class Strange(gym.Env):
+    """Observes (episode, step, last action); the reward is its step / 10; episodes of 1, 2, 3, ... steps.
+
+    Every third episode is cut, the others end.
+    """
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    action_space = gym.spaces.Discrete(3)
+    longest = 25
+
+    def __init__(self):
+        self.episode = 0
+
+    def observe(self, action):
+        return np.array([self.episode, self.t, action], np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.episode, self.t = self.episode % self.longest + 1, 0
+        return self.observe(-1), {}
+
+    def step(self, action):
+        self.t += 1
+        over, is_cut = self.t == self.episode, self.episode % 3 == 0
+        return self.observe(action), self.t / 10, over and not is_cut, over and is_cut, {}
+
+
+gym.register("Strange-v0", Strange)
+
+
+@torch.no_grad()
+def play(args, steps, seed=1):
+    """Envs, Actor and Replay as in train(), after some steps; and what the actor saw, by environment."""
+    torch.manual_seed(seed)
+    N = args.num_envs
+    envs = Envs(args, N, args.num_policies, seed)
+    agent, curiosity = Agent(envs.envs, args), Curiosity(envs.envs, args, N)
+    actor, rng = Actor(args, envs, agent, curiosity), np.random.default_rng(seed)
+    nothing = dict(mu=np.ones(N, np.float32), alpha=np.ones(N, np.float32))
+    nothing |= dict(discounts=np.ones(N, np.float32), ends=np.zeros(N, bool))
+    replay = Replay(args, envs.row | nothing, args.hidden_size)
+    replay.append(envs.row | nothing, np.ones(N, bool), actor.state.numpy())
+    history, original = [[] for _ in range(N)], agent.forward
+
+    def forward(inputs, state):
+        q, state = original(inputs, state)
+        for n in range(N):
+            history[n].append(dict(obs=inputs["obs"][0, n].tolist(), q=q[0, n].clone()))
+        return q, state
+
+    agent.forward, infos = forward, []
+    with torch.no_grad():
+        for _ in range(steps):
+            arrival, ended, info = actor.step(np.full(N, 0.5), rng)
+            infos.append(info)
+            for n in range(N):
+                history[n][-1] |= {name: arrival[name][n] for name in ("r_int", "mu", "ends", "last_actions")}
+                history[n][-1] |= dict(policy=arrival["policies"][n], arrival=arrival["obs"][n])
+            replay.append(arrival, np.ones(N, bool), actor.state.numpy())
+            replay.cut(arrival["ends"])
+            replay.append(envs.row | nothing, envs.row["starts"], actor.state.numpy())
+    agent.forward = original
+    return SimpleNamespace(**locals())
+
+
+def tensors(batch):
+    return {name: torch.as_tensor(x) for name, x in batch.items()}
+
+
+# === Functions ===
+
+
+def test_policy_family():
+    """Choice 9, and by hand: N = 32 as in the paper; the first weight is exactly 0."""
+    betas, gammas = policy_family(32, 0.3, 0.997, 0.99)
+    assert betas[0] == 0 and betas[31] == 0.3 and betas.dtype == gammas.dtype == torch.float64
+    assert betas[5].item() == pytest.approx(0.3 / (1 + math.exp(-10 * (10 - 30) / 30)), rel=1e-9)
+    assert gammas[0].item() == pytest.approx(0.997) and gammas[31].item() == pytest.approx(0.99)
+    middle = 1 - math.exp((21 * math.log(0.003) + 10 * math.log(0.01)) / 31)
+    assert gammas[10].item() == pytest.approx(middle, rel=1e-9)
+    assert (betas.diff() > 0).all() and (gammas.diff() < 0).all()
+    assert [x.tolist() for x in policy_family(1, 0.3, 0.997, 0.99)] == [[0.3], [0.997]]
+    two = [x.tolist() for x in policy_family(2, 0.3, 0.997, 0.99)]
+    assert two[0] == [0, 0.3] and two[1] == pytest.approx([0.997, 0.99])
+    assert policy_family(1, 0.0, 0.997, 0.99)[0].item() == 0
+
+
+def test_epsilons():
+    assert epsilons(1).tolist() == [0.4]
+    np.testing.assert_allclose(epsilons(8), 0.4 ** np.arange(1, 9))
+    assert epsilons(256)[0] == 0.4 and epsilons(256)[-1] == pytest.approx(0.4**8)
+
+
+def test_rescaling_and_its_inverse():
+    """Choice 5: h_inv is the inverse, squared root and all."""
+    x = torch.linspace(-1e4, 1e4, 999, dtype=torch.float64)
+    torch.testing.assert_close(h_inv(h(x)), x, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(h(h_inv(x / 100)), x / 100, rtol=1e-8, atol=1e-8)
+    assert h(torch.tensor(3.0, dtype=torch.float64)).item() == pytest.approx(1 + 0.003)
+
+
+def returns_case(T=7, B=4, seed=0):
+    rng = np.random.default_rng(seed)
+    rewards, taken, traces = (torch.from_numpy(rng.normal(size=(T, B))) for _ in range(3))
+    ends = torch.from_numpy(rng.random((T, B)) < 0.2)
+    discounts = 0.9 * (1 - (ends & torch.from_numpy(rng.random((T, B)) < 0.5)).double())
+    values = torch.from_numpy(rng.normal(size=(T + 1, B)))
+    return rewards, discounts, ends, values, taken, traces.sigmoid()
+
+
+@pytest.mark.parametrize("n", [1, 3, 20])
+def test_nstep_targets_by_definition(n):
+    """Choice 7: rewards up to n steps ahead, the end of the episode or of the sequence, then the value."""
+    rewards, discounts, ends, values, *_ = returns_case()
+    targets = nstep_targets(rewards, discounts, ends, values, n)
+    for b in range(4):
+        for t in range(7):
+            total, factor = 0.0, 1.0
+            for k in range(t, min(t + n, 7)):
+                total, factor = total + factor * rewards[k, b], factor * discounts[k, b]
+                if ends[k, b]:
+                    break
+            torch.testing.assert_close(targets[t, b], total + factor * values[k + 1, b])
+
+
+def test_retrace_targets_by_definition():
+    """Q(x_t, a_t) + sum over s >= t of gamma^(s-t) (product of c_i, t < i <= s) delta_s."""
+    rewards, discounts, ends, values, taken, traces = returns_case()
+    targets = retrace_targets(rewards, discounts, ends, values, taken, traces)
+    for b in range(4):
+        for t in range(7):
+            total, factor = taken[t, b].clone(), 1.0
+            for s in range(t, 7):
+                factor = factor * traces[s, b] if s > t else factor
+                total += factor * (rewards[s, b] + discounts[s, b] * values[s + 1, b] - taken[s, b])
+                factor = factor * discounts[s, b]
+                if ends[s, b]:
+                    break
+            torch.testing.assert_close(targets[t, b], total)
+    greedy = retrace_targets(rewards, discounts, ends, values, taken, torch.zeros_like(traces))
+    torch.testing.assert_close(greedy, nstep_targets(rewards, discounts, ends, values, 1))
+
+
+def test_priority_is_of_absolute_errors_not_squares():
+    errors = torch.tensor([[3.0, 1.0], [-1.0, 0.0], [100.0, 100.0]])
+    mask = torch.tensor([[1, 1], [1, 1], [0, 0]]).bool()
+    assert sequence_priority(errors, 0.9, mask).tolist() == pytest.approx(
+        [0.9 * 3 + 0.1 * 2, 0.9 + 0.1 * 0.5]
+    )
+    assert sequence_priority(errors[:2], 0.9).tolist() == pytest.approx([2.9, 0.95])
+    assert sequence_priority(errors, 0.9, mask & False).tolist() == [0, 0]
+
+
+def test_episodic_reward_by_hand():
+    """k = 10; where all are as far as usual, 1 / (sqrt(10 eps / (0.992 + eps)) + c)."""
+    usual = 1 / (math.sqrt(10 * 1e-3 / (0.992 + 1e-3)) + 1e-3)
+    assert episodic_reward(np.full((1, 10), 4.0), 4.0)[0] == pytest.approx(usual, rel=1e-9)
+    known = 1 / (math.sqrt(10) + 1e-3)
+    assert episodic_reward(np.zeros((1, 10)), 4.0)[0] == pytest.approx(known, rel=1e-9)
+    assert episodic_reward(np.full((1, 10), 0.008 * 4), 4.0)[0] == pytest.approx(
+        known, rel=1e-9
+    )  # one cluster
+    far = episodic_reward(np.full((1, 10), 1e12), 4.0)[0]
+    assert 990 < far < 1000  # at most 1 / c
+    assert episodic_reward(np.zeros((1, 10)), 4.0, max_similarity=3.0)[0] == 0
+    assert episodic_reward(np.zeros((2, 10)), 0.0).tolist() == pytest.approx([known] * 2)  # no division by 0
+
+
+def test_fewer_memories_than_neighbors_count_as_many():
+    """Choice 4: one memory at a distance is worth ten at it."""
+    few = np.full((3, 10), np.inf)
+    few[0, :1], few[1, :4], few[2] = 2.0, 2.0, 2.0
+    np.testing.assert_allclose(episodic_reward(few, 1.5), episodic_reward(few, 1.5)[2])
+
+
+def test_scales_look_at_what_is_no_padding():
+    novelty = torch.tensor([[1.0, 3.0], [5.0, 100.0]])
+    mask = torch.tensor([[True, True], [True, False]])
+    scaled = {how: rescaled(novelty, mask, how)[mask].tolist() for how in ngu_r2d2.Bonus.__args__}
+    assert scaled["calibrated"] == scaled["long-run-mean"] == [1, 3, 5]
+    assert scaled["min-max"] == pytest.approx([0, 0.5, 1])
+    assert scaled["batch-mean"] == pytest.approx([1 / 3, 1, 5 / 3])
+    assert scaled["unit-std"] == pytest.approx([0.5, 1.5, 2.5])
+    assert scaled["zero-mean"] == pytest.approx([-1, 0, 1])
+
+
+# === Acting ===
+
+
+@torch.no_grad()
+def test_network_is_fed_what_led_to_its_observation():
+    """Of its own environment; nothing at the start of an episode; the raw reward, the novelty of arrival."""
+    args = small()
+    envs, rng = Envs(args, 3, 3, 1), np.random.default_rng(0)
+    actor = Actor(args, envs, Agent(envs.envs, args), Curiosity(envs.envs, args, 3))
+    starts = 0
+    with torch.no_grad():
+        for _ in range(60):
+            arrival, _, _ = actor.step(np.full(3, 1.0), rng)
+            row = envs.row
+            for n in range(3):
+                if row["starts"][n]:
+                    starts += 1
+                    assert row["last_actions"][n] == row["r_ext"][n] == row["r_int"][n] == 0
+                    assert row["obs"][n][1] == 0 and row["obs"][n][2] == -1
+                else:
+                    assert row["last_actions"][n] == row["obs"][n][2] == arrival["last_actions"][n]
+                    assert row["r_ext"][n] == pytest.approx(row["obs"][n][1] / 10)
+                    assert row["r_int"][n] == arrival["r_int"][n] > 0
+    assert starts > 10
+
+
+def test_actor_draws_and_says_with_what_probability():
+    args = small(num_envs=2)
+    run = play(args, 1)
+    with torch.no_grad():
+        epsilon, counts, likely = np.array([0.0, 0.6]), np.zeros((2, 3)), set()
+        q = torch.tensor([[[0.0, 2.0, 1.0], [3.0, 1.0, 2.0]]])
+        run.actor.agent = lambda inputs, state: (q, state)
+        run.actor.agent.num_actions = 3
+        for _ in range(2000):
+            arrival, _, _ = run.actor.step(epsilon, run.rng)
+            for n, action in enumerate(arrival["last_actions"]):
+                counts[n, action] += 1
+                likely.add((n, int(action), round(float(arrival["mu"][n]), 6)))
+    assert likely == {(0, 1, 1.0), (1, 0, 0.6), (1, 1, 0.2), (1, 2, 0.2)}
+    np.testing.assert_allclose(counts[1] / 2000, [0.6, 0.2, 0.2], atol=0.04)
+
+
+def test_policies_are_drawn_for_each_episode_and_repeat_by_seed():
+    histories = [play(small(num_policies=5), 200, seed).history for seed in (1, 1, 2)]
+    drawn = [[step["policy"] for h in history for step in h] for history in histories]
+    assert drawn[0] == drawn[1] != drawn[2] and set(drawn[0]) == set(range(5))
+    for steps in histories[0]:
+        for before, after in zip(steps, steps[1:], strict=False):
+            assert before["ends"] or before["policy"] == after["policy"]
+
+
+def test_evaluation_plays_the_first_policy_alone(monkeypatch):
+    run_dir = ngu_r2d2.train(small())
+    seen, forward = set(), Agent.forward
+
+    def spy(self, rows, state):
+        seen.update(rows["policies"].flatten().tolist())
+        return forward(self, rows, state)
+
+    monkeypatch.setattr(Agent, "forward", spy)
+    args = ngu_r2d2.load_checkpoint(run_dir)["args"]
+    args.evaluate, args.eval_episodes = str(run_dir), 5
+    assert len(ngu_r2d2.evaluate(args)) == 5 and seen == {0}
+
+
+# === Curiosity ===
+
+
+def curiosity_of(num_envs=1, **flags):
+    args = small(num_envs=num_envs, **flags)
+    envs = Envs(args, num_envs, 1, 1)
+    curiosity = Curiosity(envs.envs, args, num_envs)
+    curiosity.embedding = torch.nn.ZeroPad1d((0, 29))  # the observation itself
+    return curiosity
+
+
+def at(*x):
+    return torch.tensor([[x, 0.0, 0.0] for x in x])
+
+
+@torch.no_grad()
+def test_first_bonuses_are_ordinary():
+    """Choices 2 and 3: the mean is updated before its use, so the first arrival is as far as usual: 1."""
+    curiosity = curiosity_of(rnd=False)
+    curiosity.begin(at(0.0), np.ones(1, bool))
+    novelty, alpha, info = curiosity(at(2.0))
+    assert novelty[0] == pytest.approx(1, rel=1e-6) and alpha[0] == 1 and info["distance"] == pytest.approx(4)
+    again, *_ = curiosity(at(2.0))
+    assert again[0] < 0.05  # the same place again, as near as can be
+
+
+@torch.no_grad()
+def test_distances_are_squared_and_of_earlier_arrivals_alone():
+    curiosity = curiosity_of(rnd=False, memory_size=5, neighbors=3)
+    curiosity.begin(at(0.0), np.ones(1, bool))
+    for x in range(1, 12):  # the memory wraps around: what arrives is never compared with itself
+        nearest = curiosity.nearest(np.pad([[float(x)]], ((0, 0), (0, 31))))
+        expected = [d**2 if d <= x else np.inf for d in (1, 2, 3)]
+        assert sorted(nearest[0].tolist()) == expected
+        curiosity(at(float(x)))
+    assert curiosity.remembered[0] == 12
+
+
+@torch.no_grad()
+def test_memory_is_emptied_by_an_episode_and_the_mean_is_not():
+    curiosity = curiosity_of(num_envs=2, rnd=False)
+    curiosity.begin(at(0.0, 0.0), np.ones(2, bool))
+    curiosity(at(1.0, 1.0))
+    before = curiosity.distances.clone()
+    curiosity.begin(at(5.0, 9.0), np.array([True, False]))
+    assert curiosity.remembered.tolist() == [1, 2] and torch.equal(curiosity.distances, before)
+    nearest = curiosity.nearest(np.zeros((2, 32), np.float32))
+    assert nearest[0, :2].tolist() == [25, np.inf] and sorted(nearest[1, :3]) == [0, 1, np.inf]
+    assert {"distances", "whitening.mean", "errors.mean"} <= curiosity.state_dict().keys()
+
+
+@torch.no_grad()
+def test_alpha_is_one_plus_the_standardized_error():
+    curiosity = curiosity_of(num_envs=4)
+    errors = torch.tensor([1.0, 2.0, 3.0, 10.0])
+    curiosity.prediction_errors = lambda obs: errors
+    curiosity.begin(at(0.0, 0.0, 0.0, 0.0), np.ones(4, bool))
+    reward, alpha, info = curiosity(at(1.0, 1.0, 1.0, 1.0))
+    np.testing.assert_allclose(alpha, [1, 1, 1, 1 + 6 / errors.std(unbiased=False)], rtol=1e-4)
+    np.testing.assert_allclose(reward, alpha, rtol=1e-5)  # the novelty is 1
+    assert info["alpha_at_least"] == 0.75 and info["alpha_at_most"] == 0
+    errors = torch.tensor([1.0, 2.0, 3.0, 1e6])
+    for _ in range(30):
+        _, alpha, info = curiosity(at(1.0, 1.0, 1.0, 1.0))
+        errors = torch.tensor([2.0, 2.0, 2.0, 2.0])
+    assert alpha.tolist() == [1] * 4  # what is not surprising adds nothing, however long one has trained
+
+
+def test_statistics_are_of_arrivals_not_of_replayed_or_padded_steps():
+    run_dir = ngu_r2d2.train(small(updates_per_rollout=3))
+    state = ngu_r2d2.load_checkpoint(run_dir)
+    assert state["updates"] > 30
+    for name in ("whitening", "errors"):
+        assert state["curiosity"][f"{name}.count"].item() == pytest.approx(480, abs=0.01)
+
+
+def test_running_norm_forgets_beyond_its_horizon():
+    norm, rng = ngu_r2d2.RunningNorm(horizon=100.0), np.random.default_rng(0)
+    data = [torch.from_numpy(rng.normal(k // 50, 1 + k // 50, 10)) for k in range(150)]
+    for x in data:
+        norm.update(x)
+    assert abs(norm.mean - 2) < 1 and 2 < norm.var.sqrt() < 4
+    whole = ngu_r2d2.RunningNorm()
+    for x in data:
+        whole.update(x)
+    everything = torch.cat(data)
+    torch.testing.assert_close(whole.mean, everything.mean().float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(whole.var, everything.var(unbiased=False).float(), rtol=1e-4, atol=1e-4)
+
+
+def test_reward_belongs_to_the_arrival_and_is_stored():
+    """Choice 1: the novelty of an observation is in the same row, the last one of an episode included."""
+    run = play(small(rnd=False), 150)
+    assert run.replay.added > 20
+    for at in range(len(run.replay)):
+        obs, r_int = (run.replay.fields[name][:, at] for name in ("obs", "r_int"))
+        steps = 1 + int(run.replay.fields["mask"][:, at].nonzero()[0].max())
+        for step in range(1, steps + 1):
+            expected = [s["r_int"] for h in run.history for s in h if np.array_equal(s["arrival"], obs[step])]
+            assert r_int[step] in expected and r_int[step] > 0
+
+
+def test_embedding_and_predictor_train():
+    """Inverse dynamics of Strange-v0, whose observation names the action, become certain; the errors fall."""
+    torch.manual_seed(0)
+    run = play(small(num_envs=8), 400)
+    _, batch = run.replay.sample(64, run.rng)
+    obs, actions = last_transitions(tensors(batch), 5)
+    optimizer = torch.optim.Adam(run.curiosity.parameters(), lr=5e-3)
+    before = [x.clone() for x in run.curiosity.rnd_target.parameters()]
+    infos = []
+    for _ in range(150):
+        optimizer.zero_grad()
+        loss, info = run.curiosity.loss(obs, actions)
+        loss.backward()
+        optimizer.step()
+        infos.append(info)
+    assert info["inverse_accuracy"] > 0.95 and info["rnd_loss"] < infos[0]["rnd_loss"] / 3
+    assert all(torch.equal(a, b) for a, b in zip(before, run.curiosity.rnd_target.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("flag", ["train_embedding", "rnd"])
+def test_what_is_not_trained_stays_as_it_was(flag):
+    """Weight decay included; and with neither, both do."""
+    for others in ({}, dict(train_embedding=False, rnd=False)):
+        args = small(**{flag: False} | others)
+        torch.manual_seed(args.seed)
+        envs = Envs(args, 3, 3, args.seed)
+        Agent(envs.envs, args)
+        names = dict(train_embedding=("embedding", "inverse"), rnd=("rnd_predictor",))[flag]
+        then = Curiosity(envs.envs, args, 3).state_dict()
+        now = ngu_r2d2.load_checkpoint(ngu_r2d2.train(args))["curiosity"]
+        for name, x in then.items():
+            if name.startswith(names):
+                assert torch.equal(x, now[name]), name
+
+
+# === Replay ===
+
+
+def test_sequences_hold_episodes_in_order_and_lose_no_step():
+    """Every step of every finished episode is trained on, at most twice; nothing crosses an end."""
+    args = small(replay_steps=4000)
+    run = play(args, 400)
+    fields, trained = run.replay.fields, {}
+    for at in range(len(run.replay)):
+        obs, mask = fields["obs"][:, at], fields["mask"][:, at]
+        steps = 1 + mask.nonzero()[0].max()
+        assert mask.any() and mask[mask.argmax() : steps].all() and mask.argmax() in (0, args.burn_in)
+        assert len(set(obs[: steps + 1, 0])) == 1  # one episode
+        assert np.array_equal(obs[: steps + 1, 1], obs[0, 1] + np.arange(steps + 1))  # in order
+        assert np.array_equal(fields["last_actions"][1 : steps + 1, at], obs[1 : steps + 1, 2])
+        assert len(set(fields["policies"][: steps + 1, at])) == 1
+        assert not fields["ends"][:steps, at].any() and not obs[steps + 1 :].any()
+        if mask[0]:
+            assert obs[0, 1] == 0 and not fields["state"][:, at].any()
+        for t in mask.nonzero()[0]:
+            key = (obs[t, 0], obs[t, 1], obs[t + 1, 2])
+            trained[key] = trained.get(key, 0) + 1
+    episodes = {e for e, t, _ in trained if e < 13}
+    assert episodes == set(range(1, 13))
+    for episode in episodes:
+        assert {t for e, t, _ in trained if e == episode} == set(range(int(episode)))
+    repeated = play(small(replay_steps=4000, period=6), 400).replay
+    masks = repeated.fields["mask"][:, : len(repeated)].sum()
+    finished = repeated.fields["ends"][:, : len(repeated)].sum()
+    assert finished > 30 and masks <= 400 * 3  # period = unroll: no step twice
+
+
+def test_stored_sequences_give_the_values_that_the_actor_saw():
+    """Inputs, stored states and resets of training are those of acting, at every step that is trained on."""
+    run = play(small(replay_steps=4000), 300)
+    batch = tensors({name: x[:, : len(run.replay)] for name, x in run.replay.fields.items()})
+    inputs = {k: batch[k] for k in ("obs", "last_actions", "r_ext", "r_int", "policies")}
+    inputs["starts"] = torch.zeros_like(batch["ends"])
+    with torch.no_grad():
+        q, _ = run.agent(inputs, batch["state"])
+    acted = {}
+    for steps in run.history:
+        for step in steps:
+            acted.setdefault(tuple(step["obs"]), []).append(step["q"])
+    compared = 0
+    for t, at in batch["mask"].nonzero().tolist():
+        close = [torch.allclose(q[t, at], x, atol=1e-5) for x in acted[tuple(batch["obs"][t, at].tolist())]]
+        assert any(close), (t, at)
+        compared += 1
+    assert compared > 500
+
+
+def test_last_reward_has_a_weight_and_the_input_none():
+    for weight in (1.0, 5.0):
+        run = play(small(last_reward_weight=weight, replay_steps=4000), 200)
+        fields, ended = run.replay.fields, 0
+        for at in range(len(run.replay)):
+            rewards, r_ext = fields["rewards"][:, at].copy(), fields["r_ext"][:, at]
+            steps = 1 + fields["mask"][:, at].nonzero()[0].max()
+            if fields["ends"][steps, at]:
+                ended += 1
+                assert rewards[steps] == pytest.approx(weight * r_ext[steps])
+                rewards[steps] = r_ext[steps]
+            np.testing.assert_array_equal(rewards, r_ext)
+        assert ended > 20
+
+
+def test_priorities_draw_and_weigh():
+    args = small(replay_steps=40)
+    run = play(args, 100)
+    replay = run.replay
+    assert len(replay) == replay.capacity == 10 < replay.added
+    replay.priorities[:] = np.arange(1, 11)
+    rng, counts = np.random.default_rng(0), np.zeros(10)
+    for _ in range(500):
+        at, batch = replay.sample(8, rng)
+        counts += np.bincount(at, minlength=10)
+        p = np.arange(1, 11) ** 0.9 / (np.arange(1, 11) ** 0.9).sum()
+        weights = (10 * p[at]) ** -0.6
+        np.testing.assert_allclose(batch["weights"], weights / weights.max(), rtol=1e-5)
+        np.testing.assert_array_equal(batch["obs"], replay.fields["obs"][:, at])
+    np.testing.assert_allclose(counts / counts.sum(), p, atol=0.02)
+    replay.priorities[:] = 3.0
+    n = replay.added % 10
+    replay.store(0)
+    assert replay.priorities[n] == 3.0  # unseen: the largest
+
+
+# === Loss ===
+
+
+class Fixed(torch.nn.Module):
+    """An agent with given action values (T, B, A)."""
+
+    def __init__(self, q):
+        super().__init__()
+        self.q, self.at, self.num_actions = torch.nn.Parameter(q), 0, q.shape[-1]
+
+    def forward(self, inputs, state):
+        T = len(inputs["obs"])
+        q = self.q[self.at : self.at + T]
+        self.at = (self.at + T) % len(self.q)
+        return q, state
+
+
+def loss_case(seed=0, B=3, **flags):
+    args = small(num_policies=2, **flags)
+    L, rng = args.length, np.random.default_rng(seed)
+    float_ = lambda *size: torch.from_numpy(rng.normal(size=size)).float()  # noqa: E731
+    batch = {k: float_(L + 1, B) for k in ("r_ext", "rewards", "r_int")} | dict(obs=float_(L + 1, B, 3))
+    batch |= dict(last_actions=torch.from_numpy(rng.integers(3, size=(L + 1, B))))
+    batch |= dict(policies=torch.tensor([0, 1, 1])[:B].expand(L + 1, B), alpha=torch.ones(L + 1, B))
+    batch |= dict(
+        mu=torch.from_numpy(rng.uniform(0.2, 1, (L + 1, B))).float(), ends=torch.zeros(L + 1, B) > 0
+    )
+    batch |= dict(discounts=torch.ones(L + 1, B), mask=torch.ones(L, B) > 0, state=torch.zeros(2, B, 8))
+    batch |= dict(weights=torch.ones(B))
+    online, target = float_(L + 1, B, 3), float_(L + 1, B, 3)
+    return args, batch, online, target
+
+
+def by_hand(args, batch, online, target):
+    """Targets (L, B) after rescaling, by loops: Retrace or n steps of the inverse of the target network."""
+    L, B = batch["mask"].shape
+    betas, gammas = policy_family(2, args.beta, args.gamma_max, args.gamma_min)
+    q = h_inv(target.double(), args.h_eps)
+    targets = torch.zeros(L, B, dtype=torch.float64)
+    for b in range(B):
+        policy = batch["policies"][0, b]
+        best = online[:, b].argmax(-1)
+        pi = torch.full((L + 1, 3), args.eval_epsilon / 3, dtype=torch.float64)
+        pi[range(L + 1), best] += 1 - args.eval_epsilon
+        reward = (batch["rewards"] + betas[policy] * batch["r_int"])[:, b].double()
+        for t in range(L):
+            a = batch["last_actions"][:, b]
+            if args.target == "nstep":
+                total, factor = 0.0, 1.0
+                for k in range(t, min(t + args.n_step, L)):
+                    total, factor = total + factor * reward[k + 1], factor * gammas[policy]
+                targets[t, b] = total + factor * q[k + 1, b, best[k + 1]]
+                continue
+            total, factor = q[t, b, a[t + 1]].clone(), 1.0
+            for s in range(t, L):
+                if s > t:
+                    ratio = pi[s, a[s + 1]] / batch["mu"][s + 1, b]
+                    factor = factor * args.retrace_lambda * min(1, ratio)
+                delta = reward[s + 1] + gammas[policy] * (pi[s + 1] * q[s + 1, b]).sum() - q[s, b, a[s + 1]]
+                total, factor = total + factor * delta, factor * gammas[policy]
+            targets[t, b] = total
+    return h(targets, args.h_eps)
+
+
+@pytest.mark.parametrize("kind", ["retrace", "nstep"])
+def test_loss_by_hand(kind):
+    """Choice 8: pi is epsilon-greedy of the online network; double Q; each sequence's own beta and gamma."""
+    args, batch, online, target = loss_case(target=kind)
+    batch["weights"] = torch.tensor([1.0, 0.5, 0.1])
+    family = [x.float() for x in policy_family(2, args.beta, args.gamma_max, args.gamma_min)]
+    loss, priorities, info = q_loss(Fixed(online), Fixed(target), batch, family, args)
+    targets = by_hand(args, batch, online, target)
+    taken = online[:-1].gather(-1, batch["last_actions"][1:, :, None]).squeeze(-1)
+    errors = targets - taken
+    expected = (batch["weights"] * 0.5 * (errors**2).sum(0)).mean()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
+    np.testing.assert_allclose(
+        priorities, (0.9 * errors.abs().max(0)[0] + 0.1 * errors.abs().mean(0)), rtol=1e-3
+    )
+    assert info["target"].item() == pytest.approx(targets.mean().item(), rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["retrace", "nstep"])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_padding_counts_nowhere_and_a_time_limit_is_no_end(kind, is_cut):
+    """Choices 6 and 7: whatever is beyond the end changes nothing; only a cut episode values its last row."""
+    args, batch, online, target = loss_case(target=kind, bonus="min-max")
+    steps, family = 5, [x.float() for x in policy_family(2, 0.3, 0.997, 0.99)]
+    batch["mask"][steps:], batch["ends"][steps] = False, True
+    batch["discounts"][steps] = float(is_cut)
+    results = []
+    for scale in (0.0, 100.0):
+        changed = {k: x.clone() for k, x in batch.items()}
+        for name in ("rewards", "r_int", "r_ext"):
+            changed[name][steps + 1 :] = scale
+        o, t = online.clone(), target.clone()
+        o[steps + 1 :], t[steps + 1 :] = scale, scale
+        loss, priorities, info = q_loss(Fixed(o), Fixed(t), changed, family, args)
+        results.append(torch.stack((loss, *priorities, *info.values())))
+    assert torch.equal(*results)
+    t = target.clone()
+    t[steps] += 1  # the value of the last observation
+    loss, *_ = q_loss(Fixed(online), Fixed(t), batch, family, args)
+    assert (loss.item() != results[0][0].item()) == is_cut
+
+
+def test_no_gradient_reaches_the_burn_in():
+    """Of sequences that are not the first of an episode; the first are trained on from row 0."""
+    args, batch, *_ = loss_case(burn_in=3)
+    envs = Envs(args, 3, 2, 1)
+    torch.manual_seed(0)
+    agent, target = Agent(envs.envs, args), Agent(envs.envs, args)
+    family = [x.float() for x in policy_family(2, 0.3, 0.997, 0.99)]
+    batch["mask"][:3, 1:] = False
+    batch["obs"].requires_grad_()
+    q_loss(agent, target, batch, family, args)[0].backward()
+    reached = batch["obs"].grad.abs().sum(-1) > 0
+    assert reached[:9, 0].all() and not reached[:3, 1:].any() and reached[3:9, 1:].all()
+
+
+def test_reward_of_a_transition_does_not_depend_on_its_batch():
+    novelty = torch.rand(5, 4)
+    alone = rescaled(novelty[:, :1], torch.ones(5, 1) > 0, "calibrated")
+    assert torch.equal(rescaled(novelty, torch.ones(5, 4) > 0, "calibrated")[:, :1], alone)
+
+
+# === Runs ===
+
+
+def test_run_logs_what_it_is_made_of():
+    run_dir = ngu_r2d2.train(small(num_policies=2, total_timesteps=2400))
+    for tag in (
+        *("losses/td_loss", "losses/inverse_accuracy", "losses/rnd_loss", "losses/intrinsic_reward"),
+        *("curiosity/alpha", "curiosity/alpha_at_least", "curiosity/alpha_at_most", "curiosity/distance"),
+        *("curiosity/memory", "curiosity/novelty", "curiosity/reward", "charts/replay_ratio", "charts/SPS"),
+        *("replay/sequences", "replay/priority_mean", "replay/priority_std", "replay/priority_max"),
+    ):
+        assert len(scalars(run_dir, tag)) > 90 and np.isfinite(scalars(run_dir, tag)).all(), tag
+    by_policy = [scalars(run_dir, f"policies/return_{k}") for k in range(2)]
+    assert all(by_policy) and sorted(by_policy[0] + by_policy[1]) == sorted(
+        scalars(run_dir, "charts/episodic_return")
+    )
+    for _, episodic_return in by_policy[0]:  # raw: 1 + 2 + ... + n tenths
+        assert any(episodic_return == pytest.approx(n * (n + 1) / 20, rel=1e-5) for n in range(1, 30))
+    assert 4 * 6 / 24 * 0.5 < scalars(run_dir, "charts/replay_ratio")[-1][1] < 4 * 9 / 24
+
+
+def test_r2d2_alone_has_no_intrinsic_reward(monkeypatch):
+    monkeypatch.setattr(Curiosity, "forward", None)
+    run_dir = ngu_r2d2.train(small(num_policies=1, beta=0.0))
+    assert not scalars(run_dir, "curiosity/reward")
+    assert {v for _, v in scalars(run_dir, "losses/intrinsic_reward")} == {0.0}
+
+
+@pytest.mark.parametrize("kind", ["retrace", "nstep"])
+@pytest.mark.parametrize("bonus", ngu_r2d2.Bonus.__args__)
+def test_every_combination_trains(kind, bonus):
+    run_dir = ngu_r2d2.train(small(target=kind, bonus=bonus, burn_in=0))
+    assert np.isfinite(scalars(run_dir, "losses/td_loss")).all() and scalars(run_dir, "losses/td_loss")
+
+
+@pytest.mark.parametrize("save_replay", [False, True])
+def test_replay_is_saved_on_demand_and_else_built_anew(save_replay):
+    run_dir = ngu_r2d2.train(small(save_replay=save_replay))
+    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    assert ("replay" in state) == save_replay
+    args = ngu_r2d2.load_checkpoint(run_dir)["args"]
+    args.resume, args.total_timesteps = str(run_dir), 528
+    ngu_r2d2.train(args)
+    sequences = dict(scalars(run_dir, "replay/sequences"))
+    assert (sequences[504] > sequences[480] // 2) == save_replay
+
+
+@pytest.mark.parametrize("env_id", ["PongNoFrameskip-v4", "MiniGrid-Empty-5x5-v0"])
+def test_images_train(env_id):
+    run_dir = ngu_r2d2.train(small(env_id=env_id, total_timesteps=240))
+    assert scalars(run_dir, "losses/td_loss") and scalars(run_dir, "curiosity/alpha")
+    actions = ngu_r2d2.load_checkpoint(run_dir)["agent"]["advantage.2.bias"]
+    assert len(actions) == (18 if env_id.startswith("Pong") else 7)
+
+
+def test_replay_takes_the_memory_that_it_says(capsys):
+    """The line at the start, against the arrays as they are filled."""
+    args = small(env_id="PongNoFrameskip-v4", total_timesteps=24)
+    ngu_r2d2.train(args)
+    sequences, megabytes = map(
+        int, capsys.readouterr().err.split("replay: ")[1].split(" MB")[0].split(" sequences, ")
+    )
+    assert sequences == 100 and megabytes == pytest.approx(100 * 10 * 84 * 84 / 1e6, rel=0.1)
