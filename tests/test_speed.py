@@ -70,3 +70,27 @@ def test_mistakes():
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 2 and done.stderr.startswith(f"speed.py: error: {message}")
         assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+def test_freed_memory_is_kept():
+    """Blocks of 30 MB that come and go: the kernel is asked for their pages once, not every time."""
+    code = """
+import resource, sys, torch, ppo_atari
+if sys.argv[1:]:
+    ppo_atari.keep_freed_memory()
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def work():
+    for _ in range(20):
+        [torch.zeros(30 * 2**20, dtype=torch.uint8).add_(1) for _ in range(3)]
+work()
+before = faults()
+work()
+print(faults() - before)
+"""
+    environment = os.environ | dict(PYTHONPATH=str(Path(__file__).parent.parent))
+    count = [
+        int(subprocess.check_output([sys.executable, "-c", code, *keep], env=environment))
+        for keep in ([], ["keep"])
+    ]
+    assert count[1] < count[0] / 20
