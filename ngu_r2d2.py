@@ -62,13 +62,13 @@ class Args:
 
     # acting
     num_envs: int = 16  # parallel environments, shared out over torchrun's processes
-    num_steps: int = 8  # steps per environment and rollout (T)
+    num_steps: int = 4  # steps per environment and rollout (T)
     eval_epsilon: float = 0.01  # share of random actions in --evaluate, and of Retrace's target policy
     bootstrap_truncated: bool = True  # value what lies beyond a time limit instead of taking it for the end
 
     # sequences and their replay
-    burn_in: int = 20  # steps that only warm up the LSTM's state
-    unroll: int = 60  # steps to train on
+    burn_in: int = 10  # steps that only warm up the LSTM's state
+    unroll: int = 40  # steps to train on
     period: int = 40  # steps between the beginnings of an episode's sequences
     replay_steps: int = 400_000  # capacity in environment steps
     learning_starts: int = 10_000  # environment steps in the replay before the first update
@@ -92,7 +92,7 @@ class Args:
 
     # Never Give Up
     num_policies: int = (
-        8  # with weights of the intrinsic reward from 0 to beta; one is drawn for each episode
+        2  # with weights of the intrinsic reward from 0 to beta; one is drawn for each episode
     )
     beta: float = 0.3  # largest weight of the intrinsic reward
     gamma_max: float = 0.997  # discount of the policy with weight 0
@@ -104,6 +104,7 @@ class Args:
     rnd: bool = True  # multiply it by life-long novelty
     rnd_max: float = 5.0  # the largest factor
     train_embedding: bool = True  # by inverse dynamics; without, it stays random
+    embedding_every: int = 500  # updates between copies to the embedding that acts, which empty the memories
     auxiliary_steps: int = 5  # last steps of a sequence that train the embedding and the predictor
     auxiliary_lr: float = 5e-4  # their learning rate
     last_reward_weight: float = 1.0  # of an episode's last reward that is not zero
@@ -293,26 +294,33 @@ class Envs:
 # === Agent ===================================================================================
 
 
-def encoder(obs_shape: tuple[int, ...], num_features: int) -> nn.Sequential:
-    """Features of observations: large images, small ones such as MiniGrid's 7 x 7, or vectors."""
-    if len(obs_shape) == 1:
-        layers = [nn.Linear(obs_shape[0], 64), nn.ReLU(inplace=True)]
-    elif min(obs_shape[1:]) >= 36:
-        layers = [nn.Conv2d(obs_shape[0], 32, 8, stride=4), nn.ReLU(inplace=True)]
+def scaled(obs: Tensor) -> Tensor:
+    """Pixels from 0 to 1; the things on a grid, numbers below 11 in MiniGrid, as one-hot channels."""
+    if obs.dtype != torch.uint8:
+        return obs.float()
+    if obs.shape[-1] >= 36:
+        return obs.float().div_(255)
+    return nn.functional.one_hot(obs.long().clamp(max=10), 11).movedim(-1, 2).flatten(1, 2).float()
+
+
+def scaled_shape(envs: gym.vector.VectorEnv) -> tuple[int, ...]:
+    space = envs.single_observation_space
+    return scaled(torch.from_numpy(np.zeros((1, *space.shape), space.dtype))).shape[1:]
+
+
+def encoder(shape: tuple[int, ...], num_features: int) -> nn.Sequential:
+    """Features of scaled observations: images, grids such as MiniGrid's 7 x 7, or vectors."""
+    if len(shape) == 1:
+        layers = [nn.Linear(shape[0], 64), nn.ReLU(inplace=True)]
+    elif min(shape[1:]) >= 36:
+        layers = [nn.Conv2d(shape[0], 32, 8, stride=4), nn.ReLU(inplace=True)]
         layers += [nn.Conv2d(32, 64, 4, stride=2), nn.ReLU(inplace=True)]
         layers += [nn.Conv2d(64, 64, 3), nn.ReLU(inplace=True), nn.Flatten()]
     else:
-        layers = [nn.Conv2d(obs_shape[0], 16, 3), nn.ReLU(inplace=True)]
+        layers = [nn.Conv2d(shape[0], 16, 3), nn.ReLU(inplace=True)]
         layers += [nn.Conv2d(16, 32, 3), nn.ReLU(inplace=True), nn.Flatten()]
-    size = nn.Sequential(*layers)(torch.zeros(1, *obs_shape)).numel()
+    size = nn.Sequential(*layers)(torch.zeros(1, *shape)).numel()
     return nn.Sequential(*layers, nn.Linear(size, num_features), nn.ReLU(inplace=True))
-
-
-def scaled(obs: Tensor) -> Tensor:
-    """Pixels from 0 to 1; the numbers of small images, which name things in MiniGrid, by 10."""
-    if obs.dtype != torch.uint8:
-        return obs.float()
-    return obs.float().div_(255 if obs.shape[-1] >= 36 else 10)
 
 
 class Agent(nn.Module):  # differs from ppo.py: a recurrent dueling Q network of all policies
@@ -320,7 +328,7 @@ class Agent(nn.Module):  # differs from ppo.py: a recurrent dueling Q network of
         super().__init__()
         self.num_actions, self.num_policies = int(envs.single_action_space.n), args.num_policies
         self.amp, self.hidden_size, size = args.amp, args.hidden_size, args.hidden_size
-        self.encoder = encoder(envs.single_observation_space.shape, size)
+        self.encoder = encoder(scaled_shape(envs), size)
         self.lstm = nn.LSTM(size + self.num_actions + 2 + args.num_policies, size)
         self.value = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, 1))
         self.advantage = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, self.num_actions))
@@ -525,26 +533,34 @@ class Curiosity(nn.Module):
 
     def __init__(self, envs: gym.vector.VectorEnv, args: Args, num_envs: int):
         super().__init__()
-        obs_shape, num_actions = envs.single_observation_space.shape, int(envs.single_action_space.n)
-        self.args = args
-        self.embedding = encoder(obs_shape, 32)
+        self.args, shape, num_actions = args, scaled_shape(envs), int(envs.single_action_space.n)
+        self.embedding, self.acting_embedding = (encoder(shape, 32) for _ in range(2))
         self.inverse = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, num_actions))
-        self.rnd_target, self.rnd_predictor = (encoder(obs_shape, 128)[:-1] for _ in range(2))
-        self.rnd_target.requires_grad_(False)
-        self.rnd_predictor.requires_grad_(args.rnd)
+        self.rnd_target, self.rnd_predictor = (encoder(shape, 128)[:-1] for _ in range(2))
         for module in (self.embedding, self.inverse):
             module.requires_grad_(args.train_embedding)
-        self.whitening = RunningNorm(*obs_shape)
+        self.rnd_predictor.requires_grad_(args.rnd)
+        for module in (self.rnd_target, self.acting_embedding):
+            module.requires_grad_(False)
+        self.whitening = RunningNorm(*shape)
         self.errors, self.novelties = RunningNorm(horizon=1e5), RunningNorm()
         self.register_buffer("distances", torch.zeros(2))  # sum and number
         self.memory = np.zeros((num_envs, args.memory_size, 32), np.float32)
         self.remembered = np.zeros(num_envs, np.int64)
+        self.refresh()
+
+    def refresh(self):
+        """Act with the embedding as it is now. Memories made by another one are worthless: begin() anew.
+
+        The paper's actors do so once an episode, for the same reason.
+        """
+        self.acting_embedding.load_state_dict(self.embedding.state_dict())
 
     def begin(self, obs: Tensor, starts: np.ndarray):
         """Forget all where an episode begins but its first observation."""
         self.remembered[starts] = 0
         if starts.any():
-            self.remember(self.embedding(scaled(obs)).cpu().numpy(), starts)
+            self.remember(self.acting_embedding(scaled(obs)).cpu().numpy(), starts)
 
     def remember(self, embedded: np.ndarray, where: np.ndarray):
         n = where.nonzero()[0]
@@ -567,13 +583,13 @@ class Curiosity(nn.Module):
         compared with what was seen before it, and then remembered itself.
         """
         args = self.args
-        embedded = self.embedding(scaled(obs)).cpu().numpy()
+        embedded = self.acting_embedding(scaled(obs)).cpu().numpy()
         nearest = self.nearest(embedded)
         found = nearest[np.isfinite(nearest)]
-        # choice 3: one running mean of all environments, updated before its use, kept across episodes; it
-        # forgets with the last thousand calls, as the embedding changes
-        self.distances.mul_(0.999).add_(self.distances.new_tensor((found.sum(), found.size)))
-        mean = (self.distances[0] / self.distances[1]).item()
+        # choice 3: one running mean of all environments, updated before its use, kept across episodes; of the
+        # last hundred steps, as the embedding changes
+        self.distances.mul_(0.99).add_(self.distances.new_tensor((found.sum(), found.size)))
+        mean = (self.distances[0] / self.distances[1].clamp(min=1)).item()
         novelty = episodic_reward(nearest, mean, args.kernel_eps)
         if args.bonus == "long-run-mean":
             self.novelties.update(torch.from_numpy(novelty).float().to(obs.device))
@@ -584,7 +600,7 @@ class Curiosity(nn.Module):
         info = dict(novelty=novelty.mean(), distance=mean, memory=self.remembered.mean())
         alpha = np.ones(len(obs))
         if args.rnd:  # section 2: 1 + (error - mean) / standard deviation, in [1, rnd_max]
-            self.whitening.update(obs.float())
+            self.whitening.update(scaled(obs))
             errors = self.prediction_errors(obs)
             self.errors.update(errors)
             alpha = 1 + self.errors(errors).cpu().numpy()
@@ -595,7 +611,7 @@ class Curiosity(nn.Module):
 
     def prediction_errors(self, obs: Tensor) -> Tensor:
         """Of random network distillation (n,), on whitened observations (n, ...)."""
-        x = self.whitening(obs.float()).clamp(-5, 5)
+        x = self.whitening(scaled(obs)).clamp(-5, 5)
         return ((self.rnd_predictor(x) - self.rnd_target(x)) ** 2).mean(-1)
 
     def loss(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -619,7 +635,7 @@ def last_transitions(batch: dict[str, Tensor], steps: int) -> tuple[Tensor, Tens
 # === Replay ==================================================================================
 
 
-class Replay:
+class Replay:  # differs from impala_vtrace.py: cuts its sequences from episodes itself
     """Sequences of L + 1 rows, cut from episodes as these are played; drawn by priority.
 
     A sequence begins every `period` steps of an episode and never crosses its end: what is missing there is
@@ -795,18 +811,17 @@ def over_processes(operation: str, x: float | Tensor) -> float:
     return x.item()
 
 
-class Actor:
+class Actor:  # differs from impala_vtrace.py: one group, epsilon-greedy, with novelty
     """Plays the environments by epsilon-greedy policies, and says what each arrival is worth."""
 
     def __init__(self, args: Args, envs: Envs, agent: Agent, curiosity: Curiosity):
         self.args, self.envs, self.agent, self.curiosity = args, envs, agent, curiosity
         self.state = agent.initial_state(len(envs.row["obs"]))
-        self.begin()
+        self.begin(envs.row["starts"])
 
-    def begin(self):
+    def begin(self, starts: np.ndarray):
         if self.args.beta > 0:
-            obs = torch.as_tensor(self.envs.row["obs"], device=self.args.device)
-            self.curiosity.begin(obs, self.envs.row["starts"])
+            self.curiosity.begin(torch.as_tensor(self.envs.row["obs"], device=self.args.device), starts)
 
     def step(self, epsilon: np.ndarray, rng: np.random.Generator) -> tuple[dict, list, dict[str, float]]:
         """One step of each environment.
@@ -829,7 +844,7 @@ class Actor:
             obs = torch.as_tensor(arrival["obs"], device=self.args.device)
             arrival["r_int"], arrival["alpha"], info = self.curiosity(obs)
             self.envs.row = self.envs.row | dict(r_int=np.where(ends, np.float32(0), arrival["r_int"]))
-            self.begin()
+            self.begin(ends)
         return arrival, ended, info
 
 
@@ -938,6 +953,9 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
             updates += 1
             if updates % args.target_every == 0:
                 target_agent.load_state_dict(agent.state_dict())
+            if updates % args.embedding_every == 0 and args.train_embedding:
+                curiosity.refresh()
+                actor.begin(all_envs)
 
         # 3. log and save
         scalars = {f"losses/{k}": x.item() for k, x in info.items()}

@@ -151,11 +151,12 @@ def main():
     rows = [row for row in rows if not args.env_ids or row.env_id in args.env_ids]
     runs = [Run(args, row, seed) for seed in args.seed_list() for row in rows]
     stopping, done = threading.Event(), 0
+    style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: stopping.set())
     with (
         ThreadPoolExecutor(args.workers) as pool,
-        tqdm(total=sum(run.steps for run in runs), unit="step", unit_scale=True, initial=0) as bar,
+        tqdm(total=sum(run.steps for run in runs), unit="step", unit_scale=True, **style) as bar,
     ):
         futures = [pool.submit(run.work, stopping) for run in runs]
         bar.initial = bar.n = sum(run.progress() for run in runs)  # the estimate is of what is left
@@ -165,7 +166,7 @@ def main():
                 stopping.set()
             bar.update(sum(run.progress() for run in runs) - bar.n)
             done = sum(run.csv.exists() for run in runs)
-            bar.set_postfix_str(f"{done} of {len(runs)} runs")
+            bar.set_postfix_str(f"{done} of {len(runs)} runs", refresh=False)
             time.sleep(0.5)
     errors = [str(future.exception()) for future in futures if future.exception()]
     if errors:

@@ -77,6 +77,9 @@ IMPALA = "--num-envs 8 --batch-unrolls 8 --learning-rate 5e-3 --vf-coef 0.05 --e
 IMPALA += "--bootstrap-truncated --device cpu".split()
 ABLATION = [*IMPALA, "--batch-unrolls", "16", "--replay-fraction", "0.5"]
 
+# an update every 80 steps instead of 640: what a run of 3M steps needs, not one of 200M
+SMALL_BATCHES = tuple("--num-envs 16 --num-steps 10 --batch-unrolls 8".split())
+
 ASYNC = "--num-envs 8 --segment-length 32 --batch-unrolls 8 --learning-rate 1e-3 --clip-coef 0.2".split()
 ASYNC += ["--device", "cpu"]
 
@@ -145,14 +148,19 @@ SUITES = {
             (*IMPALA, "--lstm", "--vf-coef", "0.5"),  # returns of 25 at most, not of 500
             "lstm",
         ),
-        Row(
-            "impala_vtrace",
-            "PongNoFrameskip-v4",
-            10_000_000,
-            tuple(
-                curve(f"RLlib, {n} workers", f"rllib_impala_lowlatency-{n}", "PongNoFrameskip-v4")
-                for n in (32, 64, 128)
-            ),
+        *(
+            Row(
+                "impala_vtrace",
+                "PongNoFrameskip-v4",
+                10_000_000,
+                tuple(
+                    curve(f"RLlib, {n} workers", f"rllib_impala_lowlatency-{n}", "PongNoFrameskip-v4")
+                    for n in (32, 64, 128)
+                ),
+                flags,
+                variant,
+            )
+            for flags, variant in (((), ""), (SMALL_BATCHES, "small_batches"))
         ),
         Row(
             "impala_vtrace",
@@ -176,7 +184,7 @@ SUITES = {
             "PongNoFrameskip-v4",
             10_000_000,
             (curve("the blog", "ppo_atari.py(blog)", "PongNoFrameskip-v4"),),
-            ("--segment-length", "128", "--batch-unrolls", "16", "--sample-reuse", "4"),
+            tuple("--num-envs 8 --segment-length 128 --batch-unrolls 8 --sample-reuse 4 --amp".split()),
         ),
     ],
     "staleness": [  # figures of Berner et al. 2019, appendix M, on a small task: in turn, so exactly so stale

@@ -300,7 +300,7 @@ def curiosity_of(num_envs=1, **flags):
     args = small(num_envs=num_envs, **flags)
     envs = Envs(args, num_envs, 1, 1)
     curiosity = Curiosity(envs.envs, args, num_envs)
-    curiosity.embedding = torch.nn.ZeroPad1d((0, 29))  # the observation itself
+    curiosity.acting_embedding = torch.nn.ZeroPad1d((0, 29))  # the observation itself
     return curiosity
 
 
@@ -342,6 +342,42 @@ def test_memory_is_emptied_by_an_episode_and_the_mean_is_not():
     nearest = curiosity.nearest(np.zeros((2, 32), np.float32))
     assert nearest[0, :2].tolist() == [25, np.inf] and sorted(nearest[1, :3]) == [0, 1, np.inf]
     assert {"distances", "whitening.mean", "errors.mean"} <= curiosity.state_dict().keys()
+
+
+@torch.no_grad()
+def test_embedding_acts_as_it_was_until_refreshed():
+    """Memories and what is compared with them are of one embedding; a refresh begins them anew."""
+    run = play(small(), 20)
+    curiosity, obs = run.curiosity, torch.as_tensor(run.envs.row["obs"])
+    old = curiosity.acting_embedding(obs)
+    for x in curiosity.embedding.parameters():
+        x += 1
+    assert torch.equal(curiosity.acting_embedding(obs), old)
+    curiosity.refresh()
+    run.actor.begin(np.ones(3, bool))
+    new = curiosity.acting_embedding(obs)
+    assert not torch.allclose(new, old) and curiosity.remembered.tolist() == [1, 1, 1]
+    np.testing.assert_array_equal(curiosity.memory[:, 0], new.numpy())
+
+
+def test_training_refreshes_the_embedding_that_acts():
+    states = []
+    for every in (1, 10**6):
+        state = ngu_r2d2.load_checkpoint(ngu_r2d2.train(small(embedding_every=every)))["curiosity"]
+        pairs = [(state[f"embedding.{k}"], state[f"acting_embedding.{k}"]) for k in ("0.weight", "2.bias")]
+        states.append(all(torch.equal(*pair) for pair in pairs))
+    assert states == [True, False]
+
+
+def test_things_on_a_grid_become_channels():
+    """Three numbers a cell, below 11: 33 channels, with a one where a number is; pixels and vectors do not."""
+    grid = torch.randint(0, 11, (2, 3, 7, 7), dtype=torch.uint8)
+    x = ngu_r2d2.scaled(grid)
+    assert x.shape == (2, 33, 7, 7) and x.sum().item() == grid.numel()
+    assert x[1, 11 + int(grid[1, 1, 4, 5]), 4, 5] == 1 and x[0, 22 + int(grid[0, 2, 0, 6]), 0, 6] == 1
+    pixels = torch.randint(0, 256, (2, 1, 84, 84), dtype=torch.uint8)
+    assert torch.equal(ngu_r2d2.scaled(pixels), pixels / 255)
+    assert torch.equal(ngu_r2d2.scaled(torch.ones(2, 4, dtype=torch.float64)), torch.ones(2, 4))
 
 
 @torch.no_grad()
