@@ -300,7 +300,8 @@ def scaled(obs: Tensor) -> Tensor:
         return obs.float()
     if obs.shape[-1] >= 36:
         return obs.float().div_(255)
-    return nn.functional.one_hot(obs.long().clamp(max=10), 11).movedim(-1, 2).flatten(1, 2).float()
+    one_hot = torch.eye(11, device=obs.device)
+    return nn.functional.embedding(obs.movedim(1, -1).int().clamp(max=10), one_hot).flatten(-2).movedim(-1, 1)
 
 
 def scaled_shape(envs: gym.vector.VectorEnv) -> tuple[int, ...]:
@@ -338,13 +339,14 @@ class Agent(nn.Module):  # differs from ppo.py: a recurrent dueling Q network of
         return self.value[0].weight.new_zeros(2, num_envs, self.hidden_size)
 
     def forward(self, rows: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
-        """Rescaled action values (T, N, num_actions) of rows (T, N, ...) as Envs has them; state after.
+        """Rescaled action values (T, N, num_actions) of rows (T, N, ...), and the state after them.
 
-        state: (2, N, hidden_size), before the first row; only there an episode may begin.
+        rows: as Envs has them, with scaled observations. state: (2, N, hidden_size), before the first row, where
+        alone an episode may begin.
         """
         obs, one_hot = rows["obs"], nn.functional.one_hot
         with torch.autocast(obs.device.type, torch.bfloat16, self.amp):
-            x = self.encoder(scaled(obs.flatten(0, 1)))
+            x = self.encoder(obs.flatten(0, 1))
         x = x.float().unflatten(0, obs.shape[:2])
         past = (
             one_hot(rows["last_actions"], self.num_actions),
@@ -467,7 +469,8 @@ def q_loss(
     mask, policies, actions = batch["mask"], batch["policies"][0], batch["last_actions"][1:, :, None]
     betas, gammas = (x[policies] for x in family)  # a sequence is trained on for the policy that played it
     batch = batch | dict(starts=torch.zeros_like(batch["ends"]))
-    inputs = {k: batch[k] for k in ("obs", "last_actions", "r_ext", "r_int", "policies", "starts")}
+    inputs = {k: batch[k] for k in ("last_actions", "r_ext", "r_int", "policies", "starts")}
+    inputs["obs"] = scaled(batch["obs"].flatten(0, 1)).unflatten(0, batch["obs"].shape[:2])
     q, state = [], batch["state"]
     for part in slice(0, args.burn_in), slice(args.burn_in, None):
         if part.stop != 0:
@@ -831,6 +834,7 @@ class Actor:  # differs from impala_vtrace.py: one group, epsilon-greedy, with n
         """
         row, A = self.envs.row, self.agent.num_actions
         inputs = {name: torch.as_tensor(x, device=self.args.device)[None] for name, x in row.items()}
+        inputs["obs"] = scaled(inputs["obs"][0])[None]
         q, self.state = self.agent(inputs, self.state)
         greedy = q[0].argmax(-1).cpu().numpy()
         actions = np.where(rng.random(len(greedy)) < epsilon, rng.integers(A, size=len(greedy)), greedy)
@@ -871,9 +875,9 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     agent = Agent(envs.envs, args).to(args.device)
     target_agent = deepcopy(agent)
     curiosity = Curiosity(envs.envs, args, N).to(args.device)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps)
-    l2 = dict(eps=args.adam_eps, weight_decay=1e-5)
-    auxiliary = torch.optim.Adam(curiosity.parameters(), lr=args.auxiliary_lr, **l2)
+    adam = dict(eps=args.adam_eps, fused=True)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, **adam)
+    auxiliary = torch.optim.Adam(curiosity.parameters(), lr=args.auxiliary_lr, weight_decay=1e-5, **adam)
     family = policy_family(args.num_policies, args.beta, args.gamma_max, args.gamma_min)
     family = tuple(x.float().to(args.device) for x in family)
     epsilon = epsilons(args.num_envs)[RANK * N : (RANK + 1) * N]

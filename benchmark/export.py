@@ -2,11 +2,13 @@
 
     python benchmark/export.py runs/NAME benchmark/results/NAME.csv
 
-Seconds count from the run's first log; what passed between a stop and a resumption counts as nothing.
+Seconds count from the run's first log; what passed between a stop and a resumption counts as nothing. Of
+several policies (ngu_r2d2.py) only the episodes of the first count, which is the one to evaluate.
 """
 
 import csv
 import sys
+from collections import Counter
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -27,6 +29,14 @@ def export(run_dir: Path | str, path: Path | str):
         clock[step], before = seconds, now
     lengths = events.Scalars("charts/episodic_length")
     returns = events.Scalars("charts/episodic_return")
+    if "policies/return_0" in events.Tags()["scalars"]:
+        first = Counter((e.step, e.value) for e in events.Scalars("policies/return_0"))
+        kept = []
+        for e, n in zip(returns, lengths, strict=True):
+            if first[e.step, e.value] > 0:
+                first[e.step, e.value] -= 1
+                kept.append((e, n))
+        returns, lengths = zip(*kept, strict=True) if kept else ((), ())
     steps, k = sorted(clock), 0
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
