@@ -76,7 +76,7 @@ MISTAKES = [
     ("--gamma 1.5", r"gamma and \w+_lambda must be at most 1"),
     ("--seed -1", "seed cannot be -1"),
     ("--seed 3000000000", "seed must be below"),
-    ("--total-timesteps 100", "total_timesteps must be at least"),
+    ("--total-timesteps 50", "total_timesteps must be at least"),
     ("--gamma-max 1", "gamma_max and gamma_min must be below 1"),
     ("--period 61", "period must be at most unroll"),
     ("--rnd-max 0.5", "rnd_max must be at least 1"),
