@@ -175,8 +175,12 @@ SUITES = {
             ),
         ),
     ],
-    "ablation": [  # section 5.2.2 of IMPALA's paper on a small task: half of each batch is replayed
-        Row("impala_vtrace", "CartPole-v1", 200_000, (), (*ABLATION, "--correction", kind), kind)
+    "ablation": [  # section 5.2.2 of IMPALA's paper on small tasks: half of each batch is replayed
+        Row("impala_vtrace", env_id, steps, (), (*ABLATION, *flags, "--correction", kind), kind)
+        for env_id, steps, flags in (
+            ("CartPole-v1", 200_000, ()),
+            ("benchmark.tasks:CliffWalk-v0", 100_000, "--rewards raw --ent-coef 0.01 --sync".split()),
+        )
         for kind in ("vtrace", "one-step-is", "epsilon", "none")
     ],
     "async": [

@@ -2,6 +2,8 @@
 
 MaskedCartPole-v0   CartPole-v1 without its velocities: one observation says too little, two say enough, and a
                     network without memory stays below 100 of 500 steps. The reward is 1/20 a step.
+CliffWalk-v0        CliffWalking-v1 with a one-hot place, a tenth of its rewards and at most 200 steps. The
+                    goal is 13 steps along the cliff, -1.3; a fall costs 10, standing still 20.
 RandomDiscoMaze-v0  Section 4.1 of Never Give Up: a new maze an episode, 21 x 21, whose walls change colour at
                     every step and end the episode at a touch. There is no reward; info["cells"] counts the
                     different cells visited, of 199. 500 steps at most. A walk that avoids walls sees 29.
@@ -70,5 +72,22 @@ class RandomDiscoMaze(gym.Env):
         return self.observe(), 0.0, hit, False, {"cells": len(self.visited)}
 
 
+class CliffWalk(gym.Wrapper):
+    """Observes its place as a one-hot vector; rewards are a tenth of CliffWalking-v1's."""
+
+    def __init__(self, render_mode: str | None = None):
+        super().__init__(gym.make("CliffWalking-v1", render_mode=render_mode))
+        self.observation_space = gym.spaces.Box(0, 1, (48,), np.float32)
+
+    def reset(self, **kwargs):
+        place, info = self.env.reset(**kwargs)
+        return np.eye(48, dtype=np.float32)[place], info
+
+    def step(self, action):
+        place, reward, *rest = self.env.step(action)
+        return np.eye(48, dtype=np.float32)[place], reward / 10, *rest
+
+
+gym.register("CliffWalk-v0", entry_point=CliffWalk, max_episode_steps=200)
 gym.register("RandomDiscoMaze-v0", entry_point=RandomDiscoMaze, max_episode_steps=500)
 gym.register("MaskedCartPole-v0", entry_point=MaskedCartPole, max_episode_steps=500)

@@ -174,3 +174,19 @@ def test_staleness_table_of_the_readme():
     assert "{}, {}, {}, {} and {}".format(*(c[4] for c in reuse)) in readme
     assert "{}, {}, {}, {}, {}".format(*(c[3] for c in reuse)) in readme
     assert Path("staleness_and_reuse.png").stat().st_size > 10_000
+
+
+def test_ablation_of_the_readme():
+    """V-trace ahead on the cliff, and the numbers are those of the CSVs."""
+    ends = {}
+    for row in SUITES["ablation"]:
+        returns = compare.load(row, compare.Args()).at(row.steps)
+        ends.setdefault(row.env_id.split(":")[-1], {})[row.variant] = returns
+        assert len(returns) == 3
+    readme = (ROOT / "README.md").read_text().replace("−", "-")
+    cliff, cart = ends["CliffWalk-v0"], ends["CartPole-v1"]
+    for returns in cliff.values():
+        assert ", ".join(f"{x:.1f}" for x in returns) in readme
+    assert "; ".join(", ".join(f"{x:.0f}" for x in returns) for returns in cart.values()) in readme
+    vtrace = cliff.pop("vtrace")
+    assert all(vtrace.min() > returns.max() + 10 for returns in cliff.values())

@@ -370,7 +370,7 @@ def test_training_refreshes_the_embedding_that_acts():
 
 
 def test_things_on_a_grid_become_channels():
-    """Three numbers a cell, below 11: 33 channels, with a one where a number is; pixels and vectors do not."""
+    """Three numbers a cell, below 11: 33 channels, a one where the number is; not so pixels and vectors."""
     grid = torch.randint(0, 11, (2, 3, 7, 7), dtype=torch.uint8)
     x = ngu_r2d2.scaled(grid)
     assert x.shape == (2, 33, 7, 7) and x.sum().item() == grid.numel()
