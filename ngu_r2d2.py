@@ -341,8 +341,8 @@ class Agent(nn.Module):  # differs from ppo.py: a recurrent dueling Q network of
     def forward(self, rows: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
         """Rescaled action values (T, N, num_actions) of rows (T, N, ...), and the state after them.
 
-        rows: as Envs has them, with scaled observations. state: (2, N, hidden_size), before the first row, where
-        alone an episode may begin.
+        rows: as Envs has them, with scaled observations; episodes begin in the first alone. state: (2, N,
+        hidden_size), before it.
         """
         obs, one_hot = rows["obs"], nn.functional.one_hot
         with torch.autocast(obs.device.type, torch.bfloat16, self.amp):
