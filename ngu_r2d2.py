@@ -91,9 +91,7 @@ class Args:
     max_grad_norm: float = 40.0  # clip of the global gradient norm
 
     # Never Give Up
-    num_policies: int = (
-        2  # with weights of the intrinsic reward from 0 to beta; one is drawn for each episode
-    )
+    num_policies: int = 2  # their weights of the intrinsic reward go from 0 to beta; drawn by episode
     beta: float = 0.3  # largest weight of the intrinsic reward
     gamma_max: float = 0.997  # discount of the policy with weight 0
     gamma_min: float = 0.99  # discount of the policy with weight beta
