@@ -788,6 +788,7 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
         trained = len(per_sample[0]) * WORLD_SIZE
         scalars["staleness/dropped"] = (~kept).float().mean().item()
         scalars |= {f"charts/{k}": x for k, x in actors.rates(trained).items()}
+        scalars["charts/dropped_SPS"] = scalars["staleness/dropped"] * scalars["charts/collected_SPS"]
         last_returns.extend(episodic_return for _, episodic_return, _ in episodes)
         if RANK == 0:
             if infos:

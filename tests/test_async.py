@@ -163,6 +163,9 @@ def test_stale_segments_are_dropped_and_counted():
     assert len(scalars(run_dir, "losses/policy_loss")) == 2  # and nothing was learned from then on
     assert [x for _, x in scalars(run_dir, "charts/trained_SPS")][2:] == [0] * 8
     assert len(scalars(run_dir, "charts/SPS")) == 10
+    collected = [x for _, x in scalars(run_dir, "charts/collected_SPS")]
+    rates = [x for _, x in scalars(run_dir, "charts/dropped_SPS")]
+    np.testing.assert_allclose(rates, np.array(collected) * dropped, rtol=1e-5)
 
 
 @pytest.mark.parametrize("reuse,passes", [(0.5, 0.5), (1.0, 1), (2.5, 2.5), (4.0, 4)])
