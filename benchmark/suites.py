@@ -83,7 +83,7 @@ SMALL_BATCHES = tuple("--num-envs 16 --num-steps 10 --batch-unrolls 8".split())
 ASYNC = "--num-envs 8 --segment-length 32 --batch-unrolls 8 --learning-rate 1e-3 --clip-coef 0.2".split()
 ASYNC += ["--device", "cpu"]
 
-R2D2 = tuple("--num-policies 1 --beta 0".split())
+R2D2 = tuple("--num-policies 1 --beta 0 --target nstep".split())
 CART = tuple("--num-steps 2".split())
 
 MASKED = "--num-envs 16 --learning-rate 2e-3 --device cpu".split()
@@ -203,7 +203,7 @@ SUITES = {
     ],
     "ngu": [  # the returns are those of the policy with beta 0
         Row("ngu_r2d2", "benchmark.tasks:MaskedCartPole-v0", 300_000, (), (*R2D2, *CART), "r2d2"),
-        Row("ngu_r2d2", "MiniGrid-Empty-8x8-v0", 100_000, (), R2D2, "r2d2"),
+        Row("ngu_r2d2", "MiniGrid-Empty-8x8-v0", 200_000, (), R2D2, "r2d2"),
         *(
             Row("ngu_r2d2", f"MiniGrid-{task}", 1_000_000, (), flags, variant)
             for task in ("DoorKey-8x8-v0", "MultiRoom-N2-S4-v0", "MultiRoom-N4-S5-v1")
