@@ -195,6 +195,7 @@ def test_a_training_is_the_same_with_a_watcher_that_is_killed(monkeypatch):
     run = ppo.train(small_args(ppo, **args))
     assert watchers[0].returncode == -signal.SIGKILL
     assert_same(alone["agent"], torch.load(run / "checkpoint.pt")["agent"])
+    time.sleep(1.1)  # TensorBoard orders the event files of a run by their second
     before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
     assert once(run, "--episodes", 2, monkeypatch=monkeypatch) == 0
     assert [step for step, _ in evaluations(run)] == [6144]
