@@ -302,10 +302,10 @@ def compute_gae(rewards, values, dones, next_value, gamma: float, lam: float) ->
     rewards, values, dones: (T, N); dones[t] is 1 if step t ended an episode. next_value: (N,), of next_obs.
     """
     deltas = rewards + gamma * (1 - dones) * torch.cat((values[1:], next_value[None])) - values
-    decay, advantages, advantage = gamma * lam * (1 - dones), torch.empty_like(deltas), 0.0
-    for t in reversed(range(len(deltas))):  # detail 5: generalized advantage estimation
-        advantages[t] = advantage = deltas[t] + decay[t] * advantage
-    return advantages
+    advantages, decay = deltas.unbind(), (gamma * lam * (1 - dones)).unbind()  # views of one step each
+    for t in reversed(range(len(deltas) - 1)):  # detail 5: generalized advantage estimation
+        advantages[t].addcmul_(decay[t], advantages[t + 1])
+    return deltas
 
 
 def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) -> tuple[Tensor, dict]:
@@ -314,7 +314,8 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) ->
     logratio = dist.log_prob(batch["actions"]) - batch["logprobs"]
     ratio, advantages = logratio.exp(), batch["advantages"]
     if args.norm_adv:  # detail 7: advantage normalization, per minibatch (with the blog's unbiased std)
-        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        std, mean = torch.std_mean(advantages)
+        advantages = (advantages - mean) / (std + 1e-8)
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)  # detail 8: clipped surrogate objective
     pg_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
@@ -323,7 +324,6 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) ->
         clipped_value = batch["values"] + (value - batch["values"]).clamp(-clip, clip)
         v_loss = torch.max(v_loss, (clipped_value - batch["returns"]) ** 2)
     v_loss = 0.5 * v_loss.mean()
-
     entropy = dist.entropy().mean()
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss  # detail 10: overall loss
     with torch.no_grad():  # detail 12: debug variables; KL as in http://joschu.net/blog/kl-approx.html
