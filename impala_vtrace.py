@@ -22,6 +22,7 @@ Shapes   T = num_steps, N = environments of a group, B = unrolls of a batch / pr
 
 import atexit
 import ctypes
+import faulthandler
 import os
 import pickle
 import queue
@@ -30,7 +31,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Sequence
 from copy import deepcopy
@@ -485,14 +485,36 @@ class Unrolls:
         self.data["state"][:] = state.cpu().numpy()
 
 
+class StallLimit:
+    """Ends the process, and says where it hangs, if a block within it takes longer than so many seconds."""
+
+    def __init__(self, env_id: str, seconds: int):
+        self.since = float("inf")
+        threading.Thread(target=self.watch, args=(env_id, seconds), daemon=True).start()
+
+    def watch(self, env_id: str, seconds: int):
+        while time.monotonic() < self.since + seconds:
+            time.sleep(1)
+        print(f"{SCRIPT}.py: error: {env_id}: a step takes longer than {seconds} s:", file=sys.stderr)
+        faulthandler.dump_traceback()
+        os._exit(1)
+
+    def __enter__(self):
+        self.since = time.monotonic()
+
+    def __exit__(self, *_):
+        self.since = float("inf")
+
+
 class Actor:
     """Two groups of environments in turn: while the emulators of one work, the other's actions are chosen."""
 
     def __init__(self, env_id: str, args: Args, seed: int):
         size = args.group_size
         self.groups = [Group(env_id, args, size, seed + k * size) for k in range(2)]
+        self.stall_limit = StallLimit(env_id, args.stall_seconds)
         self.args, self.env_id, self.states = args, env_id, [None, None]
-        self.waited, self.steps, self.busy_since = 0.0, 0, None
+        self.waited, self.steps = 0.0, 0
 
     def unroll(self, agent: Agent, version: int, both: list[Unrolls]):
         """T steps of each group by an agent of the learner's, into an Unrolls each."""
@@ -518,9 +540,8 @@ class Actor:
 
     def receive(self, agent: Agent, group: Group, state: Tensor, t: int, unrolls: Unrolls):
         """The next row of a group, and what it says of ended episodes."""
-        self.busy_since = time.monotonic()
-        final_obs, episodes = group.receive()
-        self.busy_since = None
+        with self.stall_limit:
+            final_obs, episodes = group.receive()
         unrolls.episodes += [(t, *episode) for episode in episodes]
         if self.args.bootstrap_truncated and (cut := group.cut).any():
             final = group.row | dict(obs=group.row["obs"].copy(), starts=group.row["starts"] & ~cut)
@@ -591,8 +612,8 @@ class Actors:
             self.filled.put(unrolls)
         return True
 
-    def receive(self, stop: Sequence[int]) -> list[Unrolls]:
-        """The new unrolls of a batch. Raises what an actor raised, and TimeoutError if one hangs."""
+    def receive(self) -> list[Unrolls]:
+        """The new unrolls of a batch. Raises what an actor raised."""
         batch = []
         self.fill += self.filled.qsize()
         while len(batch) < self.batch_blocks:
@@ -600,23 +621,12 @@ class Actors:
                 self.act(self.members[self.turn % len(self.members)])
                 self.turn += 1
             start = time.monotonic()
-            try:
-                batch.append(self.filled.get(timeout=1))
-            except queue.Empty:
-                self.raise_if_one_hangs(min(5, self.args.stall_seconds) if stop else self.args.stall_seconds)
+            batch.append(self.filled.get())
             self.waited += time.monotonic() - start
-            if batch and isinstance(batch[-1], BaseException):
+            if isinstance(batch[-1], BaseException):
                 raise batch[-1]
-        self.raise_if_one_hangs(self.args.stall_seconds)
         self.batches += 1
         return batch
-
-    def raise_if_one_hangs(self, limit: float):
-        for actor, thread in zip(self.members, self.threads, strict=False):
-            since = actor.busy_since
-            if since and time.monotonic() - since > limit:
-                where = "".join(traceback.format_stack(sys._current_frames()[thread.ident]))
-                raise TimeoutError(f"{actor.env_id}: a step takes longer than {limit} s; it is at\n{where}")
 
     def give_back(self, batch: list[Unrolls]):
         for unrolls in batch:
@@ -642,14 +652,11 @@ class Actors:
             sample_reuse=trained / (batches * self.args.batch_size),
         )
 
-    def close(self) -> bool:
-        """End the threads; false if one hangs."""
+    def close(self):
         for _ in range(2 * len(self.threads)):
             self.free.put(None)
-        deadline = time.monotonic() + 5
         for thread in self.threads:
-            thread.join(timeout=max(0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self.threads)
+            thread.join()
 
 
 # === Replay ==================================================================================
@@ -816,10 +823,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     try:
         return learn(args, actors, checkpoint, stop)
     finally:
-        if not actors.close():  # one hangs in its environment, and the interpreter would wait for it
-            traceback.print_exc()
-            atexit._run_exitfuncs()  # closes the logs
-            os._exit(1)
+        actors.close()
 
 
 @torch.no_grad()  # but for the update
@@ -873,7 +877,7 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
         step, episodes = (iteration + 1) * args.batch_size, []
 
         # 1. unrolls, new and replayed
-        received = actors.receive(stop)
+        received = actors.receive()
         for unrolls in received:
             lags.append(iteration - unrolls.version)
             for t, episodic_return, length in unrolls.episodes:

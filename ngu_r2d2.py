@@ -23,10 +23,12 @@ Shapes   L = burn_in + unroll steps of a sequence, which has L + 1 rows; B seque
 
 import atexit
 import ctypes
+import faulthandler
 import os
 import pickle
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -63,6 +65,7 @@ class Args:
     # acting
     num_envs: int = 16  # parallel environments, shared out over torchrun's processes
     num_steps: int = 4  # steps per environment and rollout (T)
+    stall_seconds: int = 20  # an environment that takes longer for a step ends the run
     eval_epsilon: float = 0.01  # share of random actions in --evaluate, and of Retrace's target policy
     bootstrap_truncated: bool = True  # value what lies beyond a time limit instead of taking it for the end
 
@@ -75,6 +78,7 @@ class Args:
     priority_exponent: float = 0.9  # 0 draws uniformly
     priority_eta: float = 0.9  # weight of a sequence's largest TD error, against the mean
     importance_exponent: float = 0.6  # of the weights that correct for priorities
+    cross_mixture: float = 0.5  # share of a batch trained on for a policy drawn anew, not for its player
     save_replay: bool = False  # in the checkpoint; without, a resumed run fills it anew
 
     # R2D2
@@ -271,7 +275,7 @@ class Envs:
                 self.save_video()
         arrival = dict(obs=obs, last_actions=actions, r_ext=r_ext.astype(np.float32), policies=policies)
         arrival |= dict(r_int=np.zeros_like(arrival["r_ext"]), starts=np.zeros_like(over))
-        self.row = arrival
+        self.row = dict(arrival)
         if over.any():
             first = {name: np.where(over, 0, arrival[name]) for name in ("last_actions", "r_ext")}
             drawn = rng.integers(self.num_policies, size=len(over))
@@ -465,7 +469,7 @@ def q_loss(
 ):
     """Loss of sequences (L + 1, B, ...) as Replay has them, priorities (B,), and the diagnostics to log."""
     mask, policies, actions = batch["mask"], batch["policies"][0], batch["last_actions"][1:, :, None]
-    betas, gammas = (x[policies] for x in family)  # a sequence is trained on for the policy that played it
+    betas, gammas = (x[policies] for x in family)
     batch = batch | dict(starts=torch.zeros_like(batch["ends"]))
     inputs = {k: batch[k] for k in ("last_actions", "r_ext", "r_int", "policies", "starts")}
     inputs["obs"] = scaled(batch["obs"].flatten(0, 1)).unflatten(0, batch["obs"].shape[:2])
@@ -718,6 +722,8 @@ class Replay:  # differs from impala_vtrace.py: cuts its sequences from episodes
         at = rng.choice(len(self), size, p=p)
         weights = (len(self) * p[at]) ** -self.args.importance_exponent
         batch = {name: x[:, at] for name, x in self.fields.items()}
+        others = rng.random(size) < self.args.cross_mixture
+        batch["policies"][:, others] = rng.integers(self.args.num_policies, size=others.sum())
         return at, batch | dict(weights=(weights / weights.max()).astype(np.float32))
 
     def state_dict(self) -> dict:
@@ -804,6 +810,27 @@ def keep_freed_memory():
             ctypes.CDLL(None).mallopt(parameter, value)
 
 
+class StallLimit:
+    """Ends the process, and says where it hangs, if a block within it takes longer than so many seconds."""
+
+    def __init__(self, env_id: str, seconds: int):
+        self.since = float("inf")
+        threading.Thread(target=self.watch, args=(env_id, seconds), daemon=True).start()
+
+    def watch(self, env_id: str, seconds: int):
+        while time.monotonic() < self.since + seconds:
+            time.sleep(1)
+        print(f"{SCRIPT}.py: error: {env_id}: a step takes longer than {seconds} s:", file=sys.stderr)
+        faulthandler.dump_traceback()
+        os._exit(1)
+
+    def __enter__(self):
+        self.since = time.monotonic()
+
+    def __exit__(self, *_):
+        self.since = float("inf")
+
+
 def over_processes(operation: str, x: float | Tensor) -> float:
     """SUM or MAX of a number over the processes of torchrun."""
     x = torch.as_tensor(x, dtype=torch.float32)
@@ -818,6 +845,7 @@ class Actor:  # differs from impala_vtrace.py: one group, epsilon-greedy, with n
     def __init__(self, args: Args, envs: Envs, agent: Agent, curiosity: Curiosity):
         self.args, self.envs, self.agent, self.curiosity = args, envs, agent, curiosity
         self.state = agent.initial_state(len(envs.row["obs"]))
+        self.stall_limit = StallLimit(args.env_id, args.stall_seconds)
         self.begin(envs.row["starts"])
 
     def begin(self, starts: np.ndarray):
@@ -836,7 +864,8 @@ class Actor:  # differs from impala_vtrace.py: one group, epsilon-greedy, with n
         q, self.state = self.agent(inputs, self.state)
         greedy = q[0].argmax(-1).cpu().numpy()
         actions = np.where(rng.random(len(greedy)) < epsilon, rng.integers(A, size=len(greedy)), greedy)
-        arrival, terminated, truncated, ended = self.envs.step(actions, rng)
+        with self.stall_limit:
+            arrival, terminated, truncated, ended = self.envs.step(actions, rng)
         ends, is_cut = terminated | truncated, truncated & ~terminated
         goes_on = ~ends | is_cut & self.args.bootstrap_truncated  # choice 6: a time limit is no end
         mu = (epsilon / A + (1 - epsilon) * (actions == greedy)).astype(np.float32)

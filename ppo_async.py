@@ -23,6 +23,7 @@ Shapes   T = num_steps, N = environments of a group, B = segments of an iteratio
 
 import atexit
 import ctypes
+import faulthandler
 import os
 import pickle
 import queue
@@ -30,7 +31,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Sequence
 from copy import deepcopy
@@ -396,13 +396,35 @@ class Unrolls:  # differs from impala_vtrace.py: values too, no memory
         self.env_id, self.version, self.episodes = env_id, version, []  # (step of the unroll, return, length)
 
 
+class StallLimit:
+    """Ends the process, and says where it hangs, if a block within it takes longer than so many seconds."""
+
+    def __init__(self, env_id: str, seconds: int):
+        self.since = float("inf")
+        threading.Thread(target=self.watch, args=(env_id, seconds), daemon=True).start()
+
+    def watch(self, env_id: str, seconds: int):
+        while time.monotonic() < self.since + seconds:
+            time.sleep(1)
+        print(f"{SCRIPT}.py: error: {env_id}: a step takes longer than {seconds} s:", file=sys.stderr)
+        faulthandler.dump_traceback()
+        os._exit(1)
+
+    def __enter__(self):
+        self.since = time.monotonic()
+
+    def __exit__(self, *_):
+        self.since = float("inf")
+
+
 class Actor:  # differs from impala_vtrace.py: values too, no memory
     """Two groups of environments in turn: while the emulators of one work, the other's actions are chosen."""
 
     def __init__(self, env_id: str, args: Args, seed: int):
         size = args.group_size
         self.groups = [Group(env_id, args, size, seed + k * size) for k in range(2)]
-        self.args, self.env_id, self.waited, self.steps, self.busy_since = args, env_id, 0.0, 0, None
+        self.stall_limit = StallLimit(env_id, args.stall_seconds)
+        self.args, self.env_id, self.waited, self.steps = args, env_id, 0.0, 0
 
     def unroll(self, agent: Agent, version: int, both: list[Unrolls]):
         """T steps of each group by an agent of the learner's, into an Unrolls each."""
@@ -424,9 +446,8 @@ class Actor:  # differs from impala_vtrace.py: values too, no memory
 
     def receive(self, agent: Agent, group: Group, t: int, unrolls: Unrolls):
         """The next row of a group, and what it says of ended episodes."""
-        self.busy_since = time.monotonic()
-        final_obs, episodes = group.receive()
-        self.busy_since = None
+        with self.stall_limit:
+            final_obs, episodes = group.receive()
         unrolls.episodes += [(t, *episode) for episode in episodes]
         if self.args.bootstrap_truncated and (cut := group.cut).any():
             value = agent(torch.as_tensor(np.stack(final_obs[cut]), device=self.args.device))[1]
@@ -495,8 +516,8 @@ class Actors:
             self.filled.put(unrolls)
         return True
 
-    def receive(self, stop: Sequence[int]) -> list[Unrolls]:
-        """The new unrolls of a batch. Raises what an actor raised, and TimeoutError if one hangs."""
+    def receive(self) -> list[Unrolls]:
+        """The new unrolls of a batch. Raises what an actor raised."""
         batch = []
         self.fill += self.filled.qsize()
         while len(batch) < self.batch_blocks:
@@ -504,23 +525,12 @@ class Actors:
                 self.act(self.members[self.turn % len(self.members)])
                 self.turn += 1
             start = time.monotonic()
-            try:
-                batch.append(self.filled.get(timeout=1))
-            except queue.Empty:
-                self.raise_if_one_hangs(min(5, self.args.stall_seconds) if stop else self.args.stall_seconds)
+            batch.append(self.filled.get())
             self.waited += time.monotonic() - start
-            if batch and isinstance(batch[-1], BaseException):
+            if isinstance(batch[-1], BaseException):
                 raise batch[-1]
-        self.raise_if_one_hangs(self.args.stall_seconds)
         self.batches += 1
         return batch
-
-    def raise_if_one_hangs(self, limit: float):
-        for actor, thread in zip(self.members, self.threads, strict=False):
-            since = actor.busy_since
-            if since and time.monotonic() - since > limit:
-                where = "".join(traceback.format_stack(sys._current_frames()[thread.ident]))
-                raise TimeoutError(f"{actor.env_id}: a step takes longer than {limit} s; it is at\n{where}")
 
     def give_back(self, batch: list[Unrolls]):
         for unrolls in batch:
@@ -546,14 +556,11 @@ class Actors:
             sample_reuse=trained / (batches * self.args.batch_size),
         )
 
-    def close(self) -> bool:
-        """End the threads; false if one hangs."""
+    def close(self):
         for _ in range(2 * len(self.threads)):
             self.free.put(None)
-        deadline = time.monotonic() + 5
         for thread in self.threads:
-            thread.join(timeout=max(0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self.threads)
+            thread.join()
 
 
 def side_by_side(unrolls: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -571,9 +578,9 @@ def staleness_report(staleness: Tensor, clipped: Tensor) -> dict[str, float]:
     return report
 
 
-def collect(actors: Actors, stop: Sequence[int]) -> tuple[dict[str, np.ndarray], np.ndarray, list]:
+def collect(actors: Actors) -> tuple[dict[str, np.ndarray], np.ndarray, list]:
     """Segments of an iteration (T + 1, B, ...), the version that made each (B,), and ended episodes."""
-    received = actors.receive(stop)
+    received = actors.receive()
     data = side_by_side([unrolls.data for unrolls in received])
     versions = np.repeat([unrolls.version for unrolls in received], actors.args.group_size)
     episodes = [episode for unrolls in received for episode in unrolls.episodes]
@@ -679,10 +686,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     try:
         return learn(args, actors, checkpoint, stop)
     finally:
-        if not actors.close():  # one hangs in its environment, and the interpreter would wait for it
-            traceback.print_exc()
-            atexit._run_exitfuncs()  # closes the logs
-            os._exit(1)
+        actors.close()
 
 
 @torch.no_grad()  # but for the update
@@ -724,7 +728,7 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
         update = torch.compile(update)
 
     actors.start(agent, first_iteration)
-    held = deque(collect(actors, stop) for _ in range(args.artificial_delay))
+    held = deque(collect(actors) for _ in range(args.artificial_delay))
     for iteration in range(first_iteration, args.num_iterations):
         # seeded anew in every iteration, so that there is no random state to save and resume
         torch.manual_seed(int(np.random.SeedSequence((args.seed, iteration, RANK)).generate_state(1)[0]))
@@ -735,7 +739,7 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
         step, infos = (iteration + 1) * args.batch_size, []
 
         # 1. segments
-        held.append(collect(actors, stop))
+        held.append(collect(actors))
         data, versions, ended = held.popleft()
         episodes = [(iteration * args.batch_size + t * args.batch_unrolls, *episode) for t, *episode in ended]
         episodes.sort()

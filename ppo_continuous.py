@@ -15,11 +15,13 @@ Shapes   T = num_steps, N = num_envs / processes, B = T * N, M = B / num_minibat
 """
 
 import atexit
+import faulthandler
 import math
 import os
 import pickle
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -52,6 +54,7 @@ class Args:
     # rollout
     num_envs: int = 1  # parallel environments, shared out over torchrun's processes
     num_steps: int = 2048  # steps per environment and rollout (T)
+    stall_seconds: int = 20  # an environment that takes longer for a step ends the run
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # GAE: 0 is the one-step advantage, 1 is Monte Carlo
     bootstrap_truncated: bool = False  # value what lies beyond a time limit instead of taking it for the end
@@ -412,6 +415,27 @@ def load_checkpoint(run_dir: str) -> dict:
 # === Training ================================================================================
 
 
+class StallLimit:
+    """Ends the process, and says where it hangs, if a block within it takes longer than so many seconds."""
+
+    def __init__(self, env_id: str, seconds: int):
+        self.since = float("inf")
+        threading.Thread(target=self.watch, args=(env_id, seconds), daemon=True).start()
+
+    def watch(self, env_id: str, seconds: int):
+        while time.monotonic() < self.since + seconds:
+            time.sleep(1)
+        print(f"{SCRIPT}.py: error: {env_id}: a step takes longer than {seconds} s:", file=sys.stderr)
+        faulthandler.dump_traceback()
+        os._exit(1)
+
+    def __enter__(self):
+        self.since = time.monotonic()
+
+    def __exit__(self, *_):
+        self.since = float("inf")
+
+
 def over_processes(operation: str, x: float | Tensor) -> float:
     """SUM or MAX of a number over the processes of torchrun."""
     x = torch.as_tensor(x, dtype=torch.float32)
@@ -470,7 +494,9 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     obs = np.zeros((T, *envs.observation_space.shape), np.float32)
     actions = np.zeros((T, *envs.action_space.shape), envs.action_space.dtype)
     rewards, dones = np.zeros((2, T, N), np.float32)
-    next_obs, _ = envs.reset(seed=args.seed + first_step + RANK * N)  # a resumed run begins new episodes
+    stall_limit = StallLimit(args.env_id, args.stall_seconds)
+    with stall_limit:
+        next_obs, _ = envs.reset(seed=args.seed + first_step + RANK * N)  # resumed runs begin new episodes
     for iteration in range(first_iteration, args.num_iterations):
         envs.merge_statistics()
         # seeded anew in every iteration, so that there is no random state to save and resume
@@ -487,7 +513,8 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         for t in range(T):
             obs[t] = next_obs
             actions[t] = act(policy, obs[t], noise[t])
-            next_obs, rewards[t], terminated, truncated, info = envs.step(actions[t])
+            with stall_limit:
+                next_obs, rewards[t], terminated, truncated, info = envs.step(actions[t])
             dones[t] = terminated | truncated
             step += args.num_envs
             if "final_info" in info:

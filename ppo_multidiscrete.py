@@ -18,10 +18,12 @@ Shapes   T = num_steps, N = num_envs / processes, M = T * N / num_minibatches; K
 """
 
 import atexit
+import faulthandler
 import os
 import pickle
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -54,6 +56,7 @@ class Args:
     # rollout
     num_envs: int = 1  # parallel environments, shared out over torchrun's processes
     num_steps: int = 2048  # steps per environment and rollout (T)
+    stall_seconds: int = 20  # an environment that takes longer for a step ends the run
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # GAE: 0 is the one-step advantage, 1 is Monte Carlo
     num_bins: int = 11  # choices that a dimension of a continuous action is cut into
@@ -446,6 +449,27 @@ def load_checkpoint(run_dir: str) -> dict:
 # === Training ================================================================================
 
 
+class StallLimit:
+    """Ends the process, and says where it hangs, if a block within it takes longer than so many seconds."""
+
+    def __init__(self, env_id: str, seconds: int):
+        self.since = float("inf")
+        threading.Thread(target=self.watch, args=(env_id, seconds), daemon=True).start()
+
+    def watch(self, env_id: str, seconds: int):
+        while time.monotonic() < self.since + seconds:
+            time.sleep(1)
+        print(f"{SCRIPT}.py: error: {env_id}: a step takes longer than {seconds} s:", file=sys.stderr)
+        faulthandler.dump_traceback()
+        os._exit(1)
+
+    def __enter__(self):
+        self.since = time.monotonic()
+
+    def __exit__(self, *_):
+        self.since = float("inf")
+
+
 def over_processes(operation: str, x: float | Tensor) -> float:
     """SUM or MAX of a number over the processes of torchrun."""
     x = torch.as_tensor(x, dtype=torch.float32)
@@ -510,7 +534,9 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     everything = np.ones((N, nvec.sum()), bool)  # is valid where an environment offers no mask
     logprobs, values = torch.zeros((2, T, N), device=args.device)
     rewards, dones = np.zeros((2, T, N), np.float32)
-    next_obs, info = envs.reset(seed=args.seed + first_step + RANK * N)  # a resumed run begins new episodes
+    stall_limit = StallLimit(args.env_id, args.stall_seconds)
+    with stall_limit:
+        next_obs, info = envs.reset(seed=args.seed + first_step + RANK * N)  # resumed runs begin new episodes
     for iteration in range(first_iteration, args.num_iterations):
         if args.normalize:
             envs.merge_statistics()
@@ -530,7 +556,8 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
                 info.get(args.mask_actions and "action_mask", everything), device=args.device
             )
             actions[t], masks[t], logprobs[t], values[t] = act(obs[t], offered)
-            next_obs, rewards[t], terminated, truncated, info = envs.step(actions[t].cpu().numpy())
+            with stall_limit:
+                next_obs, rewards[t], terminated, truncated, info = envs.step(actions[t].cpu().numpy())
             dones[t] = terminated | truncated
             step += args.num_envs
             if "final_info" in info:

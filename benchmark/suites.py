@@ -79,6 +79,7 @@ ABLATION = [*IMPALA, "--batch-unrolls", "16", "--replay-fraction", "0.5"]
 
 # an update every 80 steps instead of 640: what a run of 3M steps needs, not one of 200M
 SMALL_BATCHES = tuple("--num-envs 16 --num-steps 10 --batch-unrolls 8".split())
+LARGE_STEPS = (*SMALL_BATCHES, "--learning-rate", "1.5e-3")
 
 ASYNC = "--num-envs 8 --segment-length 32 --batch-unrolls 8 --learning-rate 1e-3 --clip-coef 0.2".split()
 ASYNC += ["--device", "cpu"]
@@ -163,7 +164,7 @@ SUITES = {
                 flags,
                 variant,
             )
-            for flags, variant in (((), ""), (SMALL_BATCHES, "small_batches"))
+            for flags, variant in (((), ""), (SMALL_BATCHES, "small_batches"), (LARGE_STEPS, "large_steps"))
         ),
         Row(
             "impala_vtrace",
