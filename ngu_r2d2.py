@@ -23,13 +23,13 @@ Shapes   L = burn_in + unroll steps of a sequence, which has L + 1 rows; B seque
 
 import atexit
 import ctypes
-import faulthandler
 import os
 import pickle
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Sequence
 from copy import deepcopy
@@ -821,11 +821,11 @@ class StallLimit:
         while time.monotonic() < self.since + seconds:
             time.sleep(1)
         print(f"{SCRIPT}.py: error: {env_id}: a step takes longer than {seconds} s:", file=sys.stderr)
-        faulthandler.dump_traceback()
+        traceback.print_stack(sys._current_frames()[self.thread])
         os._exit(1)
 
     def __enter__(self):
-        self.since = time.monotonic()
+        self.thread, self.since = threading.get_ident(), time.monotonic()
 
     def __exit__(self, *_):
         self.since = float("inf")

@@ -60,7 +60,7 @@ def test_environment_that_raises_ends_the_run_with_its_own_traceback(script):
 def test_environment_that_hangs_is_named_and_ends_the_run(script, flag):
     flags = ("probes:Hang-v0", "--stall-seconds", 2, "--save-every", 1, flag)
     done = ended(script, *flags, code=1, words="Hang-v0: a step takes longer than 2 s:\n")
-    assert re.search(r'probes.py", line \d+ in step', done.stderr)
+    assert "in step" in done.stderr and "time.sleep" in done.stderr
     (run_dir,) = Path("runs").iterdir()
     assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"] > 0
 
