@@ -279,12 +279,12 @@ class Logger:
                 import wandb
             except ImportError as error:
                 fail(f"--track: {error}; pip install wandb")
-            account = dict(project=args.wandb_project_name, entity=args.wandb_entity)
+            account = dict(project=args.wandb_project_name, entity=args.wandb_entity, sync_tensorboard=True)
             same_run = dict(id=run_dir.name, name=run_dir.name, resume="allow")  # when this one is resumed
             config = asdict(args) | dict(exp_name=SCRIPT)  # CleanRL's key: its reports group by it
             labels = dict(config=config, group=f"{args.env_id}__{SCRIPT}", tags=[SCRIPT, args.env_id[:64]])
             try:
-                wandb.init(**account, **same_run, **labels, sync_tensorboard=True)
+                wandb.init(**account, **same_run, **labels, settings=dict(init_timeout=15))
             except wandb.Error as error:
                 fail(f"--track: {error}")
         try:  # hiding what was logged but not saved

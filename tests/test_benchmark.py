@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import scalars
+from conftest import OTHERS, SCRIPTS, scalars
 
 from benchmark import compare
 from benchmark.suites import SUITES, Row, Target
@@ -190,3 +190,22 @@ def test_ablation_of_the_readme():
     assert "; ".join(", ".join(f"{x:.0f}" for x in returns) for returns in cart.values()) in readme
     vtrace = cliff.pop("vtrace")
     assert all(vtrace.min() > returns.max() + 10 for returns in cliff.values())
+
+
+def test_scripts_of_the_readme():
+    """Lines are those of the files, results those of the table below, speed and memory rows of speed.csv."""
+    readme = (ROOT / "README.md").read_text()
+    row = r"^\| `python (\w+)\.py` \| (\d+) \|.*\| (.*) \| (.*) \| (.*) \|$"
+    rows = re.findall(row, readme, re.MULTILINE)
+    assert {name for name, *_ in rows} == SCRIPTS.keys() | OTHERS.keys()
+    with open(RESULTS / "speed.csv") as file:
+        measured = list(csv.DictReader(file))
+    speeds = ("steps_per_s", "sb3_steps_per_s", "plain_steps_per_s")
+    memories = ("peak_mb", "sb3_peak_mb", "plain_peak_mb")
+    for name, lines, result, *figures in rows:
+        assert int(lines) == len((ROOT / f"{name}.py").read_text().splitlines())
+        results = "".join(re.findall(rf"^\| {name} \|.*$", readme, re.MULTILINE))
+        assert all(number in results for number in re.findall(r"[−\d.]*\d\.\d+", result))
+        ours = [row for row in measured if row["script"] == f"{name}.py" and not row["flags"]]
+        found = [[" / ".join(row[x] for x in kind if row[x]) for kind in (speeds, memories)] for row in ours]
+        assert figures in found if figures != ["—", "—"] else not ours

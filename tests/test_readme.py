@@ -1,0 +1,118 @@
+"""Every command of the README, in its order, as typed by a newcomer in a fresh clone; only runs are shorter.
+
+What is not typed here is what .ci/run types: the two commands that set everything up.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from conftest import OTHERS, SCRIPTS
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+COMMANDS = [re.sub(r"\s+#.*", "", line) for block in BLOCKS for line in block.splitlines()]
+COMMANDS = [line.split("&& .venv/bin/")[-1] for line in COMMANDS if not line.endswith("-m pytest")]
+SHORTER = [  # of tools; scripts make two iterations, or two more where one goes on
+    (r"run\.py classic --seeds 1\.\.3", "run.py classic --seeds 1 --scripts ppo --total-timesteps 2048"),
+    (r"watch\.py", "watch.py --episodes 1"),
+    (r"--population 4 --rounds 20", "--population 2 --rounds 1"),
+    (r"--eval-episodes 20", "--eval-episodes 2"),
+    (r"--capture-video", "--capture-video --eval-episodes 1"),
+]
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clone")
+    ignored = shutil.ignore_patterns(".*", "runs", "unfinished", "__pycache__", "mine")
+    shutil.copytree(ROOT, folder, ignore=ignored, dirs_exist_ok=True)
+    return folder
+
+
+def newest(clone, script):
+    """The newest run of a script, for runs/NAME."""
+    return max((clone / "runs").glob(f"*__{script}__*"), key=os.path.getmtime).relative_to(clone)
+
+
+def shortened(command, clone):
+    """The command with few steps, and with the name of a run for NAME."""
+    for pattern, shorter in SHORTER:
+        command = re.sub(pattern, shorter, command)
+    name = re.search(r"(\w+)\.py", command)[1]
+    if "runs/NAME" in command:
+        command = command.replace("runs/NAME", str(newest(clone, name if name in SCRIPTS else "ppo")))
+    if name in SCRIPTS | OTHERS and "--evaluate" not in command:
+        module = (SCRIPTS | OTHERS)[name]
+        flags = re.findall(r"--(num-envs|batch-unrolls|num-steps) (\d+)", command)
+        args = module.Args(**{flag.replace("-", "_"): int(x) for flag, x in flags})
+        steps = 2 * args.batch_size
+        if "--resume" in command:
+            args = module.load_checkpoint(clone / re.search(r"--resume (\S+)", command)[1])["args"]
+            steps = args.total_timesteps + 2 * args.batch_size
+        command = re.sub(r" --total-timesteps \d+", "", command) + f" --total-timesteps {steps}"
+    return command
+
+
+def typed(command, clone, **environment):
+    environment = dict(os.environ, OMP_NUM_THREADS="1", **environment)
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    return subprocess.run(
+        ["bash", "-c", command], cwd=clone, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if not line.startswith("tensorboard")])
+def test_command(command, clone):
+    if "tune.py" in command and not importlib.util.find_spec("ray"):
+        done = typed(command, clone)
+        assert done.returncode == 2 and "pip install ray" in done.stderr, done.stderr
+        return
+    if "report.py --wandb" in command:  # without an account: one line
+        done = typed(command, clone, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY="0" * 40)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+        return
+    done = typed(shortened(command, clone), clone, WANDB_MODE="offline")
+    judged = "compare.py" in command  # exit code 1 if its runs are too short to reproduce anything
+    assert done.returncode == 0 or judged and done.returncode == 1, done.stderr
+    if "--capture-video" in command:
+        assert list((clone / newest(clone, "ppo") / "videos").glob("*.mp4"))
+    elif "--evaluate" in command:
+        assert re.match(r"return [-\d.]+ \+- [\d.]+ over 2 episodes\n", done.stdout)
+    elif "report.py" in command:
+        assert (clone / "report.html").exists()
+    elif "watch.py" in command:
+        assert (clone / newest(clone, "ppo") / "best.pt").exists()
+    elif judged:
+        assert (clone / "mine" / "index.html").exists()
+    elif command.split()[1].startswith(tuple(SCRIPTS | OTHERS)):
+        assert (clone / done.stdout.splitlines()[0] / "checkpoint.pt").exists()
+
+
+def test_tensorboard(clone):
+    (command,) = (line for line in COMMANDS if line.startswith("tensorboard"))
+    program = str(Path(sys.executable).with_name("tensorboard"))
+    board = subprocess.Popen(
+        [program, *command.split()[1:], "--port", "0"], cwd=clone, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        url = next(match[0] for line in board.stderr if (match := re.search(r"http://localhost:\d+/", line)))
+        deadline, found = time.time() + 60, {}
+        while not found:
+            with urllib.request.urlopen(f"{url}data/plugin/scalars/tags") as page:
+                found = {run: tags for run, tags in json.load(page).items() if "Acrobot" in run}
+            assert time.time() < deadline
+            time.sleep(0.5)
+        assert any("charts/SPS" in tags for tags in found.values())
+    finally:
+        board.send_signal(signal.SIGTERM)
+        board.wait(timeout=20)
