@@ -73,7 +73,7 @@ class Args:
     burn_in: int = 10  # steps that only warm up the LSTM's state
     unroll: int = 40  # steps to train on
     period: int = 40  # steps between the beginnings of an episode's sequences
-    replay_steps: int = 400_000  # capacity in environment steps
+    replay_steps: int = 100_000  # capacity in environment steps; novelty in it is as old as it is
     learning_starts: int = 10_000  # environment steps in the replay before the first update
     priority_exponent: float = 0.9  # 0 draws uniformly
     priority_eta: float = 0.9  # weight of a sequence's largest TD error, against the mean
@@ -83,10 +83,10 @@ class Args:
 
     # R2D2
     learning_rate: float = 5e-4  # Adam's
-    adam_eps: float = 1e-4  # Adam's epsilon, of both optimizers
+    adam_eps: float = 1e-7  # of both optimizers; the paper's 1e-4 drowns the gradients of small rewards
     batch_sequences: int = 32  # sequences of an update and process
     updates_per_rollout: int = 1  # updates after num_envs * num_steps environment steps
-    target: Literal["nstep", "retrace"] = "retrace"  # value targets
+    target: Literal["nstep", "retrace"] = "nstep"  # value targets
     n_step: int = 5  # steps of an n-step target
     retrace_lambda: float = 0.95  # of Retrace
     target_every: int = 100  # updates between copies to the target network
@@ -96,9 +96,9 @@ class Args:
 
     # Never Give Up
     num_policies: int = 2  # their weights of the intrinsic reward go from 0 to beta; drawn by episode
-    beta: float = 0.3  # largest weight of the intrinsic reward
+    beta: float = 0.05  # largest weight of the intrinsic reward; the paper's 0.3 is for scores of Atari
     gamma_max: float = 0.997  # discount of the policy with weight 0
-    gamma_min: float = 0.99  # discount of the policy with weight beta
+    gamma_min: float = 0.95  # discount of the policy with weight beta
     neighbors: int = 10  # nearest memories of an episode to compare with
     memory_size: int = 3000  # of an episode, in steps
     kernel_eps: float = 1e-3  # of the kernel that compares them

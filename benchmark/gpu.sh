@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What is to be measured on a GPU: nothing of it was, so far. Every block stands alone; the last ones take hours.
+# What is to be measured on a GPU; nothing of it was, so far. Blocks stand alone, the last ones take hours.
 #
 #     bash benchmark/gpu.sh                     # all of it, into benchmark/results/ and gpu.log
 #     bash benchmark/gpu.sh tests speed         # only these blocks
@@ -22,7 +22,7 @@ modes() { # ppo_atari.py by mode; LeanRL's is 6,809 steps/s on an H100
     done
 }
 
-breakout() { # 10M steps in at most 12 minutes
+breakout() { # 10M steps, to be done in 12 minutes
     time python benchmark/run.py atari --env-ids BreakoutNoFrameskip-v4 --seeds 1 --workers 1 --flags="--compile --amp"
 }
 

@@ -554,6 +554,21 @@ def test_priorities_draw_and_weigh():
     assert replay.priorities[n] == 3.0  # unseen: the largest
 
 
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_cross_mixture(share):
+    """That share of sequences is trained on for a policy drawn anew; the replay keeps the one that played."""
+    run, rng, drawn = play(small(cross_mixture=share), 100), np.random.default_rng(0), []
+    played = run.replay.fields["policies"].copy()
+    run.replay.priorities[:] = 1.0
+    for _ in range(500):
+        at, batch = run.replay.sample(8, rng)
+        other = batch["policies"][0] != played[0, at]
+        assert (batch["policies"][:, other] == batch["policies"][0, other]).all()
+        drawn.append(other)
+    assert np.mean(drawn) == pytest.approx(share * 2 / 3, abs=0.03)
+    np.testing.assert_array_equal(run.replay.fields["policies"], played)
+
+
 # === Loss ===
 
 
