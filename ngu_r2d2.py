@@ -97,7 +97,7 @@ class Args:
     # Never Give Up
     num_policies: int = 2  # their weights of the intrinsic reward go from 0 to beta; drawn by episode
     beta: float = 0.05  # largest weight of the intrinsic reward; the paper's 0.3 is for scores of Atari
-    gamma_max: float = 0.997  # discount of the policy with weight 0
+    gamma_max: float = 0.99  # discount of the policy with weight 0; the paper's is 0.997
     gamma_min: float = 0.95  # discount of the policy with weight beta
     neighbors: int = 10  # nearest memories of an episode to compare with
     memory_size: int = 3000  # of an episode, in steps

@@ -242,6 +242,44 @@ class Exit(Aligned):
         return 0.0
 
 
+def own_mistake(*_):
+    raise ZeroDivisionError("the environment's own mistake")
+
+
+# what a fault makes of an observation, a reward and whether the episode is over
+FAULTS = {
+    "raises": own_mistake,
+    "hangs": lambda *_: time.sleep(1000),
+    "hangs-in-reset": lambda: time.sleep(1000),
+    "nan-observations": lambda obs, reward, over: (obs * np.float32("nan"), reward, over),
+    "nan-rewards": lambda obs, reward, over: (obs, reward * np.float32("nan"), over),
+    "huge-rewards": lambda obs, reward, over: (obs, reward + 1e30, over),
+    "wrong-shape": lambda obs, reward, over: (obs[..., 1:], reward, over),
+    "ends-at-every-step": lambda obs, reward, over: (obs, reward, over | True),
+    "never-ends": lambda obs, reward, over: (obs, reward, over & False),
+}
+
+
+class Faulty(Aligned):
+    """Sound for 20 steps, then with a fault; without one, it ends after 24."""
+
+    length = 24
+
+    def __init__(self, name, action_space):
+        self.fault, self.in_reset = FAULTS[name], name.endswith("reset")
+        self.action_space, self.steps = action_space, 0
+
+    def reset(self, **kwargs):
+        return self.fault() if self.in_reset else super().reset(**kwargs)
+
+    def step(self, action):
+        obs, reward, over, is_cut, info = super().step(0)
+        self.steps += 1
+        if self.steps > 20:
+            obs, reward, over = self.fault(obs, reward, over)
+        return obs, reward, over, is_cut, info
+
+
 PROBES = (
     RewardByObservation,
     RewardByAction,
@@ -270,3 +308,7 @@ OTHERS = (
 )
 for probe in (*PROBES, *OTHERS):
     gym.register(f"{probe.__name__}-v0", entry_point=probe, disable_env_checker=True)
+for fault in FAULTS:
+    for suffix, probe in (("", Aligned), ("-box", AlignedBox)):
+        kwargs = dict(name=fault, action_space=probe.action_space)
+        gym.register(f"{fault}{suffix}-v0", entry_point=Faulty, kwargs=kwargs, disable_env_checker=True)
