@@ -511,8 +511,9 @@ class Actor:
 
     def __init__(self, env_id: str, args: Args, seed: int):
         size = args.group_size
-        self.groups = [Group(env_id, args, size, seed + k * size) for k in range(2)]
         self.stall_limit = StallLimit(env_id, args.stall_seconds)
+        with self.stall_limit:
+            self.groups = [Group(env_id, args, size, seed + k * size) for k in range(2)]
         self.args, self.env_id, self.states = args, env_id, [None, None]
         self.waited, self.steps = 0.0, 0
 
@@ -732,7 +733,7 @@ class Logger:
             config = asdict(args) | dict(exp_name=SCRIPT)  # CleanRL's key: its reports group by it
             labels = dict(config=config, group=f"{args.env_id}__{SCRIPT}", tags=[SCRIPT, args.env_id[:64]])
             try:
-                wandb.init(**account, **same_run, **labels, settings=dict(init_timeout=15))
+                wandb.init(**account, **same_run, **labels, settings=dict(init_timeout=5))
             except wandb.Error as error:
                 fail(f"--track: {error}")
         try:  # hiding what was logged but not saved
@@ -763,7 +764,8 @@ class Logger:
 
 def save_checkpoint(run_dir: Path, **state):
     """Atomically, so that a kill leaves the old one or the new one."""
-    torch.save(dict(script=SCRIPT, **state), run_dir / "checkpoint.tmp")
+    with open(run_dir / "checkpoint.tmp", "wb") as file:  # of which a full disk is named, unlike of a path
+        torch.save(dict(script=SCRIPT, **state), file)
     (run_dir / "checkpoint.tmp").replace(run_dir / "checkpoint.pt")
 
 

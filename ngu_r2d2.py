@@ -753,7 +753,7 @@ class Logger:
             config = asdict(args) | dict(exp_name=SCRIPT)  # CleanRL's key: its reports group by it
             labels = dict(config=config, group=f"{args.env_id}__{SCRIPT}", tags=[SCRIPT, args.env_id[:64]])
             try:
-                wandb.init(**account, **same_run, **labels, settings=dict(init_timeout=15))
+                wandb.init(**account, **same_run, **labels, settings=dict(init_timeout=5))
             except wandb.Error as error:
                 fail(f"--track: {error}")
         try:  # hiding what was logged but not saved
@@ -784,7 +784,8 @@ class Logger:
 
 def save_checkpoint(run_dir: Path, **state):
     """Atomically, so that a kill leaves the old one or the new one."""
-    torch.save(dict(script=SCRIPT, **state), run_dir / "checkpoint.tmp")
+    with open(run_dir / "checkpoint.tmp", "wb") as file:  # of which a full disk is named, unlike of a path
+        torch.save(dict(script=SCRIPT, **state), file)
     (run_dir / "checkpoint.tmp").replace(run_dir / "checkpoint.pt")
 
 
@@ -896,7 +897,8 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     first_iteration = saved = checkpoint["iteration"]
     first_step, start = first_iteration * args.batch_size, time.time()
     seed = args.seed + first_step + RANK * N  # a resumed run begins new episodes
-    envs = Envs(args, N, args.num_policies, seed)
+    with StallLimit(args.env_id, args.stall_seconds):
+        envs = Envs(args, N, args.num_policies, seed)
     if envs.row["obs"].ndim == 2 or envs.row["obs"].shape[-1] < 36:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
     agent = Agent(envs.envs, args).to(args.device)
@@ -990,9 +992,10 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
 
         # 3. log and save
         scalars = {f"losses/{k}": x.item() for k, x in info.items()}
-        if not np.isfinite(list(scalars.values())).all():
+        if not np.isfinite([*scalars.values(), *novelty.values()]).all():
             good = f"{run_dir}/checkpoint.pt, of iteration {saved}" if saved else "none"
-            sys.exit(f"iteration {iteration + 1}: {scalars} are not finite; last good checkpoint: {good}")
+            found = scalars | novelty
+            sys.exit(f"iteration {iteration + 1}: {found} are not finite; last good checkpoint: {good}")
         last_returns.extend(episodic_return for _, episodic_return, _, policy in episodes if policy == 0)
         signum = int(over_processes("MAX", stop[0] if stop else 0))
         ends = signum or iteration + 1 == args.num_iterations

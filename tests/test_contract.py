@@ -305,8 +305,8 @@ def test_checkpoint_is_never_half_written(script, monkeypatch):
     run_dir = script.train(small_args(script))
     before = (run_dir / "checkpoint.pt").read_bytes()
 
-    def die_half_way(state, path):
-        path.write_bytes(b"half")
+    def die_half_way(state, file):
+        file.write(b"half")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(torch, "save", die_half_way)

@@ -1,0 +1,399 @@
+"""A table of faults and scripts: whatever goes wrong, a run ends soon and says why, or goes on unharmed.
+
+Every cell is a command line in a process of its own, forked from one that has imported all. It must end
+within 30 s and leave neither a process nor an actor behind. The actors of IMPALA and ppo_async.py are threads
+here; in turn, they are in test_decoupled.py. Torn and foreign checkpoints are in test_contract.py, for all
+scripts but one.
+"""
+
+import atexit
+import io
+import itertools
+import multiprocessing
+import os
+import pickle
+import random
+import re
+import runpy
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import probes
+import pytest
+import torch
+from ale_py.vector_env import AtariVectorEnv
+from conftest import OTHERS, SCRIPTS, scalars, small_args
+from torch.utils.tensorboard import SummaryWriter
+
+import impala_vtrace
+import ngu_r2d2
+import ppo
+import ppo_async
+import ppo_atari
+import ppo_continuous
+import ppo_lstm
+import ppo_multidiscrete
+
+ROOT = Path(__file__).parent.parent
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["test_faults", "torch._dynamo"])  # which Adam imports, in a second
+ALL = SCRIPTS | OTHERS
+FAULTS = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server():
+    """Warm, as the first fork waits for its imports."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
+        process = FORKS.Process()
+        process.start()
+        process.join()
+
+
+def fault(function):
+    FAULTS[function.__name__.replace("_", "-")] = function
+    return function
+
+
+# === Runs ====================================================================================
+
+
+def main(name, flags, sabotage, folder, number):
+    """A script's command line, in a forked process."""
+    os.setsid()
+    os.chdir(folder)
+    for fd, stream in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{stream}{number}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), fd)
+    torch.set_num_threads(1)
+    sys.argv = [f"{name}.py", *flags]
+    try:
+        sabotage()
+        runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
+        if any(thread.name.startswith("actor") for thread in threading.enumerate()):
+            os._exit(99)
+
+
+def start(script, *flags, sabotage=int, number=0):
+    kwargs = dict(args=(script.SCRIPT, [str(flag) for flag in flags], sabotage, os.getcwd(), number))
+    process = FORKS.Process(target=main, daemon=True, **kwargs)
+    process.start()
+    return process
+
+
+def end(process, number=0):
+    """Exit code, stdout and stderr of a run that ends in time."""
+    process.join(30)
+    out, err = (Path(f"{stream}{number}").read_text() for stream in ("out", "err"))
+    if process.exitcode is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(f"hangs: {out}{err}")
+    return SimpleNamespace(code=process.exitcode, out=out, err=err)
+
+
+def run(script, *flags, sabotage=int):
+    return end(start(script, *flags, sabotage=sabotage))
+
+
+def flags(script, env="Aligned", **changes):
+    """Of a run of six iterations of 64 steps, 32 of Atari's, that saves each; actors in threads."""
+    if script is ppo_atari:
+        changes = dict(update_epochs=1, num_minibatches=2) | changes
+    else:
+        box = "Box" if env == "Aligned" else "-box"
+        changes["env_id"] = f"{env}{box * (script in (ppo_continuous, ppo_multidiscrete))}-v0"
+    if script in (impala_vtrace, ppo_async):
+        changes = dict(sync=False) | changes
+    steps = 6 * small_args(script).batch_size
+    args = small_args(script, **dict(total_timesteps=steps, save_every=1) | changes)
+    default, found = asdict(script.Args()), []
+    for name, x in asdict(args).items():
+        if x != default[name]:
+            found += [f"--{'no-' * (x is False)}{name.replace('_', '-')}", *([x] * (type(x) is not bool))]
+    return found
+
+
+def is_finite(state):
+    if isinstance(state, dict | list | tuple):
+        return all(map(is_finite, state.values() if isinstance(state, dict) else state))
+    return not isinstance(state, float | torch.Tensor) or torch.as_tensor(state).isfinite().all()
+
+
+def assert_sound(script, run_dir, iterations=None):
+    """A checkpoint of that iteration, or of any, which is finite."""
+    state = script.load_checkpoint(run_dir)
+    assert state["iteration"] == iterations or iterations is None and state["iteration"] > 0
+    assert is_finite(state)
+    return state["args"].batch_size
+
+
+def assert_whole(script, run_dir, iterations):
+    """A sound checkpoint, and each iteration logged once."""
+    batch = assert_sound(script, run_dir, iterations)
+    points = scalars(run_dir, "charts/SPS")
+    assert [step for step, _ in points] == list(range(batch, batch * iterations + 1, batch))
+
+
+def assert_one_line(ended, words, code=2):
+    assert ended.code == code and not ended.out, ended
+    assert re.fullmatch(rf"\w+\.py: error: [^\n]*{words}[^\n]*\n", ended.err), ended.err
+
+
+# === The run is killed, stopped or has no room ===============================================
+
+
+def later(seconds):
+    """TensorBoard orders the event files of a run by their second."""
+    now = time.time
+    time.time = lambda: now() + seconds
+
+
+@fault
+def sigkill(script):
+    """Ten kills, while it starts or runs or saves, each resumed; and then to its end."""
+    moments, begin = random.Random(script.SCRIPT), time.time()
+    more = flags(script, total_timesteps=10**9, save_every=3)
+    for number in range(10):
+        process = start(script, *more, sabotage=partial(later, number))
+        if number == 0:
+            while not (found := list(Path("runs").glob("*/checkpoint.pt"))) and time.time() < begin + 30:
+                time.sleep(0.01)
+            more, begin = ["--resume", found[0].parent], time.time() - begin
+        else:
+            time.sleep(moments.uniform(0, 3 * begin))
+        process.kill()
+        assert end(process).code == -signal.SIGKILL
+        state = script.load_checkpoint(found[0].parent)
+    last = state["iteration"] + 3
+    more += ["--total-timesteps", last * state["args"].batch_size]
+    assert run(script, *more, sabotage=partial(later, 10)).code == 0
+    (run_dir,) = Path("runs").iterdir()
+    assert_whole(script, run_dir, last)
+    ends = [step for step, _ in scalars(run_dir, "charts/episodic_return")]
+    assert script is ppo_atari or ends == sorted([*range(64, 64 * last + 1, 64)] * 4)
+    assert {path.name.split(".")[0] for path in run_dir.iterdir()} == {"checkpoint", "events"}
+    assert not (run_dir / "checkpoint.tmp").exists()
+
+
+def terminate():
+    """SIGTERM at the first gradient."""
+    sent = []
+
+    def terminated(function):
+        def wrapped(*args, **kwargs):
+            if not sent:
+                sent.append(os.kill(os.getpid(), signal.SIGTERM))
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    torch.autograd.grad, torch.Tensor.backward = map(terminated, (torch.autograd.grad, torch.Tensor.backward))
+
+
+@fault
+def sigterm_in_the_update(script):
+    ended = run(script, *flags(script, save_every=100), sabotage=terminate)
+    assert ended.code == 143 and "Traceback" not in ended.err, ended.err
+    assert ended.err.count("stopping after this iteration") == 1
+    (run_dir,) = Path("runs").iterdir()
+    assert_whole(script, run_dir, 1)
+    assert run(script, "--resume", run_dir, sabotage=partial(later, 1)).code == 0
+    assert_whole(script, run_dir, 6)
+
+
+def fill_disk(name):
+    """For the files of this name, from the third save on."""
+    flush, flushes = SummaryWriter.flush, []
+
+    def full(self):
+        flush(self)
+        flushes.append(self)
+        if len(flushes) == 3:
+            path = Path(self.log_dir, name)
+            Path("full").symlink_to("/dev/full")
+            Path("full").replace(next(path.parent.glob(name), path))
+
+    SummaryWriter.flush = full
+
+
+def disk_full(name, iteration, script):
+    ended = run(script, *flags(script), sabotage=partial(fill_disk, name))
+    assert ended.code == 1 and "OSError: [Errno 28] No space left on device" in ended.err, ended.err
+    (run_dir,) = Path("runs").iterdir()
+    assert_sound(script, run_dir, iteration)
+
+
+FAULTS["disk-full-for-the-checkpoint"] = partial(disk_full, "checkpoint.tmp", 2)
+FAULTS["disk-full-for-the-log"] = partial(disk_full, "events*", 3)
+
+
+@fault
+def no_room_for_the_run(script):
+    Path("runs").write_text("a file, not a folder")
+    assert_one_line(run(script, *flags(script)), "runs/")
+
+
+@fault
+def two_runs_in_a_second(script):
+    both = [start(script, *flags(script), number=number) for number in range(2)]
+    assert [end(process, number).code for number, process in enumerate(both)] == [0, 0]
+    assert len(os.listdir("runs")) == 2
+    for run_dir in Path("runs").iterdir():
+        assert_whole(script, run_dir, 6)
+
+
+def unreachable():
+    os.environ |= dict(WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY=40 * "a")
+
+
+@fault
+def wandb_unreachable(script):
+    pytest.importorskip("wandb")
+    ended = run(script, "--track", *flags(script), sabotage=unreachable)
+    assert ended.code == 2 and "Traceback" not in ended.err, ended.err
+    assert len(re.findall(r"(?m)^ppo.py: error: --track: .+$", ended.err)) == 1 and not Path("runs").exists()
+
+
+# === Checkpoints and arguments ===============================================================
+
+
+def refused(script, checkpoint, words):
+    path = Path("runs", "run", "checkpoint.pt")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(checkpoint)
+    for flag in ("--resume", "--evaluate"):
+        assert_one_line(run(script, flag, path.parent), words)
+    assert os.listdir(path.parent) == [path.name]
+
+
+class Malicious:
+    def __reduce__(self):
+        return open, ("it-ran", "w")
+
+
+def saved(state, **how):
+    file = io.BytesIO()
+    torch.save(state, file, **how)
+    return file.getvalue()
+
+
+@fault
+def malicious_checkpoint(script):
+    state = dict(script=script.SCRIPT, args=asdict(script.Args()), iteration=Malicious())
+    old = saved(state, _use_new_zipfile_serialization=False)
+    for checkpoint in (saved(state), old, pickle.dumps(state, 2)):
+        refused(script, checkpoint, "is no readable checkpoint")
+        assert not Path("it-ran").exists()
+
+
+@fault
+def torn_checkpoint(script):
+    whole = saved(dict(script=script.SCRIPT, args=asdict(script.Args())))
+    for size in (0, len(whole) // 2, len(whole) - 1):
+        refused(script, whole[:size], "is no readable checkpoint")
+
+
+@fault
+def foreign_checkpoint(script):
+    refused(script, saved(dict(script="ppo", args=asdict(ppo.Args()))), "is a checkpoint of ppo.py")
+
+
+@fault
+def one_environment(script):
+    whole = dict(num_minibatches=1) if script is ppo_lstm else {}
+    ended = run(script, *flags(script, num_envs=1, total_timesteps=96, **whole))
+    if script in (impala_vtrace, ppo_async):
+        return assert_one_line(ended, "num_envs must be a multiple of 2")
+    assert ended.code == 0, ended.err
+    assert_whole(script, *Path("runs").iterdir(), 6)
+
+
+@fault
+def minibatch_of_one_step(script):
+    alone = dict(num_minibatches=4, num_envs=4)
+    if script is impala_vtrace:
+        alone = dict(num_envs=2, batch_unrolls=1)
+    if script is ngu_r2d2:
+        alone = dict(num_envs=1, batch_sequences=1, burn_in=0, unroll=1, period=1)
+    ended = run(script, *flags(script, num_steps=1, total_timesteps=24, **alone))
+    if script not in (impala_vtrace, ngu_r2d2):
+        return assert_one_line(ended, "a minibatch must hold more than one step")
+    assert ended.code == 0, ended.err
+    assert_whole(script, *Path("runs").iterdir(), 24)
+
+
+# === Environments ============================================================================
+
+UNHARMED = 0, r"(?s)\A(?!.*Warning)"
+NOT_FINITE = 1, r"(?m)^iteration [2-6]: \{.*\} are not finite; last good checkpoint: \S+, of iteration [1-5]$"
+STALLS = 1, r'error: \S+: a step takes longer than 1 s:\n(?s:.*)probes.py", line \d+, in '
+ENDS = {  # exit code and words
+    "raises": (1, "(?s)Traceback.*probes.py.*ZeroDivisionError: the environment's own mistake"),
+    "hangs": STALLS,
+    "hangs-in-reset": STALLS,
+    "nan-observations": NOT_FINITE,
+    "nan-rewards": NOT_FINITE,
+    "huge-rewards": NOT_FINITE,
+    "wrong-shape": (1, "(?s)Traceback.*ValueError: .*shape"),
+    "ends-at-every-step": UNHARMED,
+    "never-ends": UNHARMED,
+}
+ENDS_OTHERWISE = {("nan-observations", ppo_atari): (0, "")}  # there is no NaN among bytes
+for script in (ppo_atari, ppo_continuous, ppo_multidiscrete, impala_vtrace):
+    ENDS_OTHERWISE["huge-rewards", script] = UNHARMED  # which clip or normalize them
+
+
+def faulty_games(fault):
+    """Emulators that are sound for 40 actions, and then as probes.Faulty."""
+    recv, actions, wrong = AtariVectorEnv.recv, itertools.count(), probes.FAULTS[fault]
+
+    def faulty(self):
+        obs, rewards, over, is_cut, info = recv(self)
+        if next(actions) >= 40:
+            obs, rewards, over = wrong(obs, rewards, over)
+        return obs, rewards, over, is_cut, info
+
+    AtariVectorEnv.recv = faulty
+    if fault.endswith("reset"):
+        AtariVectorEnv.reset = lambda self, **_: wrong()
+
+
+def environment(fault, script, **more):
+    sabotage = partial(faulty_games, fault) if script is ppo_atari else int
+    more |= dict(stall_seconds=1) if "hangs" in fault else {}
+    ended = run(script, *flags(script, fault, **more), sabotage=sabotage)
+    code, words = ENDS_OTHERWISE.get((fault, script), ENDS[fault])
+    assert ended.code == code and re.search(words, ended.err), (ended.code, ended.err)
+    assert ("Traceback" in ended.err) == ("Traceback" in words), ended.err
+    for run_dir in Path("runs").iterdir() if fault != "hangs-in-reset" else ():
+        assert_whole(script, run_dir, 6) if code == 0 else assert_sound(script, run_dir)
+        assert fault != "never-ends" or not scalars(run_dir, "charts/episodic_return")
+
+
+FAULTS |= {name: partial(environment, name) for name in ENDS}
+FAULTS["nan-before-learning"] = partial(environment, "nan-observations", learning_starts=200)
+ONLY = {"nan-before-learning": ["ngu_r2d2"]}  # the others learn from the first rollout
+ONLY |= {"wandb-unreachable": ["ppo"]}  # the Logger is the same in all, word for word: test_sync.py
+ONLY |= {"torn-checkpoint": ["ppo_shared"], "foreign-checkpoint": ["ppo_shared"]}
+CELLS = [(fault, name) for fault in FAULTS for name in ONLY.get(fault, ALL)]
+
+
+def processes_here():
+    found = (path for path in Path("/proc").glob("[0-9]*/cwd") if os.path.realpath(path) == os.getcwd())
+    return [path.parent.name for path in found if path.parent.name != str(os.getpid())]
+
+
+@pytest.mark.parametrize("fault,name", CELLS, ids=map("-".join, CELLS))
+def test_fault(fault, name):
+    FAULTS[fault](ALL[name])
+    deadline = time.time() + 5  # that of W&B ends after its run
+    while processes_here():
+        assert time.time() < deadline, processes_here()
