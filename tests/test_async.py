@@ -74,8 +74,8 @@ def test_in_turn_it_is_the_update_of_ppo_atari(monkeypatch):
     seen = {}
     collect = ppo_async.collect
 
-    def spy(actors, stop):
-        seen["data"], versions, ended = collect(actors, stop)
+    def spy(actors):
+        seen["data"], versions, ended = collect(actors)
         seen["data"]["last_rewards"][3] = 7  # to be clipped
         return seen["data"], versions, ended
 
