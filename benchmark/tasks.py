@@ -33,36 +33,36 @@ class MaskedCartPole(CartPoleEnv):
 
 
 class RandomDiscoMaze(gym.Env):
-    """Observes a picture of one pixel a cell, in numbers below 11: corridors are 0, the agent is green."""
+    """Observes a picture of one pixel a cell: corridors are 0, walls of colours 1 to 5, the agent is 6."""
 
     size = 21
-    colors = np.array([[10, 0, 0], [0, 0, 10], [10, 10, 0], [10, 0, 10], [0, 10, 10]], np.uint8)
     moves = np.array([[-1, 0], [1, 0], [0, -1], [0, 1]])
-    observation_space = gym.spaces.Box(0, 255, (size, size, 3), np.uint8)
+    observation_space = gym.spaces.Box(0, 6, (size, size, 1), np.uint8)
     action_space = gym.spaces.Discrete(4)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.walls = np.ones((self.size, self.size), bool)
+        inside, cells = range(1, self.size), {(1, 1)}
         stack = [(1, 1)]
-        self.walls[1, 1] = False
         while stack:  # depth first: one way between any two cells
-            here = np.array(stack[-1])
-            ahead = [here + 2 * move for move in self.moves]
-            new = [x for x in ahead if (0 < x).all() and (x < self.size).all() and self.walls[tuple(x)]]
+            y, x = stack[-1]
+            ahead = [(y + 2 * dy, x + 2 * dx) for dy, dx in self.moves.tolist()]
+            new = [(y, x) for y, x in ahead if y in inside and x in inside and (y, x) not in cells]
             if not new:
                 stack.pop()
                 continue
             there = new[self.np_random.integers(len(new))]
-            self.walls[tuple(there)] = self.walls[tuple((here + there) // 2)] = False
-            stack.append(tuple(there))
+            cells |= {there, ((y + there[0]) // 2, (x + there[1]) // 2)}
+            stack.append(there)
+        self.walls = np.ones((self.size, self.size), bool)
+        self.walls[tuple(zip(*cells, strict=True))] = False
         self.at, self.visited, self.steps = (1, 1), {(1, 1)}, 0
         return self.observe(), {"cells": 1}
 
     def observe(self):
-        picture = self.colors[self.np_random.integers(5, size=self.walls.shape)] * self.walls[..., None]
-        picture[self.at] = (0, 10, 0)
-        return picture.astype(np.uint8)
+        picture = self.np_random.integers(1, 6, size=self.walls.shape, dtype=np.uint8) * self.walls
+        picture[self.at] = 6
+        return picture[..., None]
 
     def step(self, action):
         self.at, self.steps = tuple(self.at + self.moves[action]), self.steps + 1
