@@ -84,12 +84,12 @@ class Args:
     # R2D2
     learning_rate: float = 5e-4  # Adam's
     adam_eps: float = 1e-7  # of both optimizers; the paper's 1e-4 drowns the gradients of small rewards
-    batch_sequences: int = 32  # sequences of an update and process
-    updates_per_rollout: int = 1  # updates after num_envs * num_steps environment steps
+    batch_sequences: int = 16  # sequences of an update and process
+    updates_per_rollout: int = 2  # updates after num_envs * num_steps environment steps
     target: Literal["nstep", "retrace"] = "nstep"  # value targets
     n_step: int = 5  # steps of an n-step target
     retrace_lambda: float = 0.95  # of Retrace
-    target_every: int = 100  # updates between copies to the target network
+    target_every: int = 50  # updates between copies to the target network
     h_eps: float = 1e-3  # of the value rescaling
     hidden_size: int = 128  # of the encoder, the LSTM and the heads
     max_grad_norm: float = 40.0  # clip of the global gradient norm
@@ -548,7 +548,7 @@ class Curiosity(nn.Module):
         for module in (self.rnd_target, self.acting_embedding):
             module.requires_grad_(False)
         self.whitening = RunningNorm(*shape)
-        self.errors, self.novelties = RunningNorm(horizon=1e5), RunningNorm()
+        self.errors, self.novelties = RunningNorm(horizon=1e4), RunningNorm()
         self.register_buffer("distances", torch.zeros(2))  # sum and number
         self.memory = np.zeros((num_envs, args.memory_size, 32), np.float32)
         self.remembered = np.zeros(num_envs, np.int64)
@@ -599,8 +599,10 @@ class Curiosity(nn.Module):
         if args.bonus == "long-run-mean":
             self.novelties.update(torch.from_numpy(novelty).float().to(obs.device))
             novelty /= self.novelties.mean.item()
-        else:  # choice 2: what is as far as usual is worth 1
+        else:
             novelty /= episodic_reward(np.full((1, args.neighbors), mean), mean, args.kernel_eps)
+        if args.bonus == "calibrated":  # choice 2: what is as far as usual is worth 1, and nothing more: the
+            novelty = novelty.clip(max=1)  # first steps of an episode would be worth 10, whatever is done
         self.remember(embedded, np.ones(len(obs), bool))
         info = dict(novelty=novelty.mean(), distance=mean, memory=self.remembered.mean())
         alpha = np.ones(len(obs))

@@ -84,8 +84,8 @@ LARGE_STEPS = (*SMALL_BATCHES, "--learning-rate", "1.5e-3")
 ASYNC = "--num-envs 8 --segment-length 32 --batch-unrolls 8 --learning-rate 1e-3 --clip-coef 0.2".split()
 ASYNC += ["--device", "cpu"]
 
-R2D2 = tuple("--num-policies 1 --beta 0 --target nstep".split())
-FIRST = tuple("--adam-eps 1e-4 --replay-steps 400000".split())  # the defaults when these were run
+R2D2 = tuple("--num-policies 1 --beta 0".split())
+BONUSES = ("calibrated", "min-max", "batch-mean", "long-run-mean", "zero-mean", "unit-std")
 CART = tuple("--num-steps 2".split())
 
 MASKED = "--num-envs 16 --learning-rate 2e-3 --device cpu".split()
@@ -204,14 +204,21 @@ SUITES = {
         )
     ],
     "ngu": [  # the returns are those of the policy with beta 0
-        Row("ngu_r2d2", "benchmark.tasks:MaskedCartPole-v0", 300_000, (), (*R2D2, *FIRST, *CART), "r2d2"),
-        Row("ngu_r2d2", "MiniGrid-Empty-8x8-v0", 200_000, (), (*R2D2, *FIRST), "r2d2"),
+        Row("ngu_r2d2", "benchmark.tasks:MaskedCartPole-v0", 300_000, (), (*R2D2, *CART), "r2d2"),
+        Row("ngu_r2d2", "MiniGrid-Empty-8x8-v0", 200_000, (), R2D2, "r2d2"),
         *(
             Row("ngu_r2d2", f"MiniGrid-{task}", 1_000_000, (), flags, variant)
-            for task in ("DoorKey-8x8-v0", "MultiRoom-N2-S4-v0", "MultiRoom-N4-S5-v1")
+            for task in ("DoorKey-8x8-v0", "MultiRoom-N4-S5-v1")
             for flags, variant in (((), ""), (R2D2, "r2d2"))
         ),
         Row("ngu_r2d2", "PongNoFrameskip-v4", 1_000_000, (), ()),
+    ],
+    "bonus": [  # scales of the episodic reward, and the weight on an episode's last reward
+        Row("ngu_r2d2", "MiniGrid-DoorKey-8x8-v0", 160_000, (), tuple(flags.split()), variant)
+        for variant, flags in (
+            *((bonus, f"--bonus {bonus}") for bonus in BONUSES),
+            ("last_reward_10", "--last-reward-weight 10"),
+        )
     ],
     "own": [  # nothing is published of these
         Row("ppo_lstm", "benchmark.tasks:MaskedCartPole-v0", 150_000, (), MASKED),

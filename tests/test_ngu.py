@@ -320,6 +320,16 @@ def test_first_bonuses_are_ordinary():
 
 
 @torch.no_grad()
+def test_nothing_is_worth_more_than_what_is_as_far_as_usual():
+    """Choice 2; the scales of DI-engine have no such bound."""
+    for bonus, bound in (("calibrated", 1.0), ("min-max", 1.3)):
+        curiosity = curiosity_of(num_envs=2, rnd=False, bonus=bonus)
+        curiosity.begin(at(0.0, 0.0), np.ones(2, bool))
+        novelty, *_ = curiosity(at(1.0, 10.0))  # squared distances of 1 and 100, 50.5 on average
+        assert novelty[0] < 0.2 and novelty[1] == 1.0 if bound == 1 else novelty[1] > bound
+
+
+@torch.no_grad()
 def test_distances_are_squared_and_of_earlier_arrivals_alone():
     curiosity = curiosity_of(rnd=False, memory_size=5, neighbors=3)
     curiosity.begin(at(0.0), np.ones(1, bool))
@@ -699,7 +709,7 @@ def test_reward_of_a_transition_does_not_depend_on_its_batch():
 
 
 def test_run_logs_what_it_is_made_of():
-    run_dir = ngu_r2d2.train(small(num_policies=2, total_timesteps=2400))
+    run_dir = ngu_r2d2.train(small(num_policies=2, total_timesteps=2400, updates_per_rollout=1))
     for tag in (
         *("losses/td_loss", "losses/inverse_accuracy", "losses/rnd_loss", "losses/intrinsic_reward"),
         *("curiosity/alpha", "curiosity/alpha_at_least", "curiosity/alpha_at_most", "curiosity/distance"),
