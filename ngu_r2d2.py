@@ -65,6 +65,7 @@ class Args:
     # acting
     num_envs: int = 16  # parallel environments, shared out over torchrun's processes
     num_steps: int = 4  # steps per environment and rollout (T)
+    epsilon: float = 0.4  # share of random actions of the first environment; the last has its 8th power
     stall_seconds: int = 20  # an environment that takes longer for a step ends the run
     eval_epsilon: float = 0.01  # share of random actions in --evaluate, and of Retrace's target policy
     bootstrap_truncated: bool = True  # value what lies beyond a time limit instead of taking it for the end
@@ -107,7 +108,7 @@ class Args:
     rnd_max: float = 5.0  # the largest factor
     train_embedding: bool = True  # by inverse dynamics; without, it stays random
     embedding_every: int = 500  # updates between copies to the embedding that acts, which empty the memories
-    auxiliary_steps: int = 5  # last steps of a sequence that train the embedding and the predictor
+    auxiliary_steps: int = 20  # last steps of a sequence that train the embedding and the predictor
     auxiliary_lr: float = 5e-4  # their learning rate
     last_reward_weight: float = 1.0  # of an episode's last reward that is not zero
 
@@ -164,8 +165,8 @@ def parse_args() -> Args:  # differs from ppo.py: sequences and their replay
         (args.seed >= 2**31, "seed must be below 2**31"),
         (max(args.gamma_max, args.gamma_min) >= 1, "gamma_max and gamma_min must be below 1"),
         (
-            max(args.eval_epsilon, args.retrace_lambda) > 1,
-            "eval_epsilon and retrace_lambda must be at most 1",
+            max(args.epsilon, args.eval_epsilon, args.retrace_lambda) > 1,
+            "epsilon, eval_epsilon and retrace_lambda must be at most 1",
         ),
         (args.priority_eta > 1, "priority_eta must be at most 1"),
         (args.rnd_max < 1, "rnd_max must be at least 1"),
@@ -382,9 +383,9 @@ def policy_family(
     return betas, 1 - (((last - i) * far + i * near) / last).exp()
 
 
-def epsilons(num_envs: int) -> np.ndarray:
-    """Share of random actions of each environment (N,), from 0.4 down to 0.4^8: the ladder of Ape-X."""
-    return 0.4 ** (1 + 7 * np.arange(num_envs) / max(num_envs - 1, 1))
+def epsilons(num_envs: int, epsilon: float = 0.4) -> np.ndarray:
+    """Share of random actions of each environment (N,), from epsilon down to epsilon^8: Ape-X's ladder."""
+    return epsilon ** (1 + 7 * np.arange(num_envs) / max(num_envs - 1, 1))
 
 
 def h(x: Tensor, eps: float = 1e-3) -> Tensor:
@@ -475,8 +476,9 @@ def q_loss(
     inputs["obs"] = scaled(batch["obs"].flatten(0, 1)).unflatten(0, batch["obs"].shape[:2])
     q, state = [], batch["state"]
     for part in slice(0, args.burn_in), slice(args.burn_in, None):
-        if part.stop != 0:
-            outputs, state = agent({name: x[part] for name, x in inputs.items()}, state.detach())
+        rows = {name: x[part] for name, x in inputs.items()}
+        if len(rows["starts"]):
+            outputs, state = agent(rows, state.detach())
             q.append(outputs)  # no gradient reaches back through the state into the burn-in
     q = torch.cat(q)
     with torch.no_grad():
@@ -548,7 +550,7 @@ class Curiosity(nn.Module):
         for module in (self.rnd_target, self.acting_embedding):
             module.requires_grad_(False)
         self.whitening = RunningNorm(*shape)
-        self.errors, self.novelties = RunningNorm(horizon=1e4), RunningNorm()
+        self.errors, self.novelties = RunningNorm(horizon=2e3), RunningNorm()
         self.register_buffer("distances", torch.zeros(2))  # sum and number
         self.memory = np.zeros((num_envs, args.memory_size, 32), np.float32)
         self.remembered = np.zeros(num_envs, np.int64)
@@ -718,12 +720,16 @@ class Replay:  # differs from impala_vtrace.py: cuts its sequences from episodes
         return min(self.added, self.capacity)
 
     def sample(self, size: int, rng: np.random.Generator) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Places (B,) and fields (L + 1, B, ...) of sequences, and importance weights (B,)."""
+        """Places (B,) and fields (L + 1, B, ...) of sequences, and importance weights (B,).
+
+        L is that of the longest one drawn.
+        """
         p = self.priorities[: len(self)] ** self.args.priority_exponent
         p /= p.sum()
         at = rng.choice(len(self), size, p=p)
         weights = (len(self) * p[at]) ** -self.args.importance_exponent
-        batch = {name: x[:, at] for name, x in self.fields.items()}
+        steps = self.fields["mask"][:, at].any(1).nonzero()[0][-1] + 1  # what follows is padding in all
+        batch = {name: x[: steps + (name != "mask"), at] for name, x in self.fields.items()}
         others = rng.random(size) < self.args.cross_mixture
         batch["policies"][:, others] = rng.integers(self.args.num_policies, size=others.sum())
         return at, batch | dict(weights=(weights / weights.max()).astype(np.float32))
@@ -911,7 +917,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     auxiliary = torch.optim.Adam(curiosity.parameters(), lr=args.auxiliary_lr, weight_decay=1e-5, **adam)
     family = policy_family(args.num_policies, args.beta, args.gamma_max, args.gamma_min)
     family = tuple(x.float().to(args.device) for x in family)
-    epsilon = epsilons(args.num_envs)[RANK * N : (RANK + 1) * N]
+    epsilon = epsilons(args.num_envs, args.epsilon)[RANK * N : (RANK + 1) * N]
     none, all_envs = np.zeros(N, np.float32), np.ones(N, bool)
     nothing = dict(mu=none + 1, alpha=none + 1, discounts=none + 1, ends=~all_envs)  # led to a first row
     replay = Replay(args, envs.row | nothing, args.hidden_size)

@@ -85,7 +85,7 @@ ASYNC = "--num-envs 8 --segment-length 32 --batch-unrolls 8 --learning-rate 1e-3
 ASYNC += ["--device", "cpu"]
 
 R2D2 = tuple("--num-policies 1 --beta 0".split())
-BONUSES = ("calibrated", "min-max", "batch-mean", "long-run-mean", "zero-mean", "unit-std")
+BONUSES = ("min-max", "batch-mean", "long-run-mean", "zero-mean", "unit-std")
 CART = tuple("--num-steps 2".split())
 
 MASKED = "--num-envs 16 --learning-rate 2e-3 --device cpu".split()
@@ -213,7 +213,7 @@ SUITES = {
         ),
         Row("ngu_r2d2", "PongNoFrameskip-v4", 1_000_000, (), ()),
     ],
-    "bonus": [  # scales of the episodic reward, and the weight on an episode's last reward
+    "bonus": [  # other scales of the episodic reward, and a weight on an episode's last reward
         Row("ngu_r2d2", "MiniGrid-DoorKey-8x8-v0", 160_000, (), tuple(flags.split()), variant)
         for variant, flags in (
             *((bonus, f"--bonus {bonus}") for bonus in BONUSES),
