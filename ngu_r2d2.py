@@ -698,11 +698,8 @@ class Replay:  # differs from impala_vtrace.py: cuts its sequences from episodes
                 self.filled[n] = self.size - self.args.period
 
     def store(self, n: int):
-        at, steps, begin = (
-            self.added % self.capacity,
-            self.filled[n] - 1,
-            self.args.burn_in * (not self.first[n]),
-        )
+        at, steps = self.added % self.capacity, self.filled[n] - 1
+        begin = self.args.burn_in * (not self.first[n])
         for name, x in self.windows.items():
             self.fields[name][:, at] = x[:, n]
             self.fields[name][steps + 1 :, at] = 0
@@ -720,10 +717,7 @@ class Replay:  # differs from impala_vtrace.py: cuts its sequences from episodes
         return min(self.added, self.capacity)
 
     def sample(self, size: int, rng: np.random.Generator) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Places (B,) and fields (L + 1, B, ...) of sequences, and importance weights (B,).
-
-        L is that of the longest one drawn.
-        """
+        """Places (B,), and fields (L + 1, B, ...) with importance weights (B,); L is the longest one's."""
         p = self.priorities[: len(self)] ** self.args.priority_exponent
         p /= p.sum()
         at = rng.choice(len(self), size, p=p)
@@ -925,9 +919,8 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     run_dir, updates = Path("runs", run_name.replace("/", "-").replace(":", "-")), 0
     last_returns = deque(maxlen=100)  # of the policy that --evaluate plays
     modules = dict(agent=agent, target_agent=target_agent, curiosity=curiosity)
-    modules |= dict(optimizer=optimizer, auxiliary=auxiliary) | (
-        dict(replay=replay) if args.save_replay else {}
-    )
+    modules |= dict(optimizer=optimizer, auxiliary=auxiliary)
+    modules |= dict(replay=replay) if args.save_replay else {}
     if args.resume:
         run_dir, updates = Path(args.resume), checkpoint["updates"]
         last_returns.extend(checkpoint["last_returns"])

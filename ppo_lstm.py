@@ -157,14 +157,15 @@ class SyncEnvs(gym.vector.VectorEnv):
         self.terminated, self.truncated = np.zeros((2, num_envs), bool)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
-        for n, env in enumerate(self.envs):
-            self.obs[n], _ = env.reset(seed=None if seed is None else seed + n, options=options)
+        seeds = [None if seed is None else seed + n for n in range(self.num_envs)]
+        obs = [env.reset(seed=seed, options=options)[0] for env, seed in zip(self.envs, seeds, strict=True)]
         self.returns[:] = self.lengths[:] = 0
-        return self.obs, {}
+        return np.stack(obs, out=self.obs), {}
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
-        for n, (env, action) in enumerate(zip(self.envs, actions, strict=True)):
-            self.obs[n], self.rewards[n], self.terminated[n], self.truncated[n], _ = env.step(action)
+        steps = [env.step(action) for env, action in zip(self.envs, actions, strict=True)]
+        obs, self.rewards[:], self.terminated[:], self.truncated[:], _ = zip(*steps, strict=True)
+        np.stack(obs, out=self.obs)  # an assignment would take a single number for a whole row
         self.returns += self.rewards
         self.lengths += 1
         info, over = {}, self.terminated | self.truncated
@@ -172,8 +173,8 @@ class SyncEnvs(gym.vector.VectorEnv):
             episode = dict(r=self.returns.copy(), l=self.lengths.astype(int))
             info = dict(final_obs=self.obs.copy(), final_info=dict(episode=episode, _episode=over))
             self.returns[over] = self.lengths[over] = 0
-            for n in over.nonzero()[0]:
-                self.obs[n], _ = self.envs[n].reset()
+            obs = [env.reset()[0] if over[n] else obs[n] for n, env in enumerate(self.envs)]
+            np.stack(obs, out=self.obs)
         return self.obs, self.rewards, self.terminated, self.truncated, info
 
     def close_extras(self, **kwargs):

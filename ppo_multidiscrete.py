@@ -153,22 +153,22 @@ class SyncEnvs(gym.vector.VectorEnv):  # differs from ppo.py: masks
         self.obs = gym.vector.utils.create_empty_array(self.single_observation_space, num_envs)
         self.rewards, self.returns, self.lengths = np.zeros((3, num_envs))
         self.terminated, self.truncated = np.zeros((2, num_envs), bool)
-        self.masks = [None] * num_envs
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
-        for n, env in enumerate(self.envs):
-            self.obs[n], info = env.reset(seed=None if seed is None else seed + n, options=options)
-            self.masks[n] = info.get("action_mask")
+        seeds = [None if seed is None else seed + n for n in range(self.num_envs)]
+        first = [env.reset(seed=seed, options=options) for env, seed in zip(self.envs, seeds, strict=True)]
+        obs, infos = zip(*first, strict=True)
         self.returns[:] = self.lengths[:] = 0
-        return self.obs, self.offered()
+        return np.stack(obs, out=self.obs), self.masks(infos)
 
-    def offered(self) -> dict[str, np.ndarray]:
-        return {} if self.masks[0] is None else dict(action_mask=np.stack(self.masks))
+    def masks(self, infos: Sequence[dict]) -> dict[str, np.ndarray]:
+        offer = [info["action_mask"] for info in infos if "action_mask" in info]
+        return dict(action_mask=np.stack(offer)) if offer else {}
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
-        for n, (env, action) in enumerate(zip(self.envs, actions, strict=True)):
-            self.obs[n], self.rewards[n], self.terminated[n], self.truncated[n], info = env.step(action)
-            self.masks[n] = info.get("action_mask")
+        steps = [env.step(action) for env, action in zip(self.envs, actions, strict=True)]
+        obs, self.rewards[:], self.terminated[:], self.truncated[:], infos = zip(*steps, strict=True)
+        np.stack(obs, out=self.obs)  # an assignment would take a single number for a whole row
         self.returns += self.rewards
         self.lengths += 1
         info, over = {}, self.terminated | self.truncated
@@ -176,10 +176,11 @@ class SyncEnvs(gym.vector.VectorEnv):  # differs from ppo.py: masks
             episode = dict(r=self.returns.copy(), l=self.lengths.astype(int))
             info = dict(final_obs=self.obs.copy(), final_info=dict(episode=episode, _episode=over))
             self.returns[over] = self.lengths[over] = 0
-            for n in over.nonzero()[0]:
-                self.obs[n], first = self.envs[n].reset()
-                self.masks[n] = first.get("action_mask")
-        return self.obs, self.rewards, self.terminated, self.truncated, info | self.offered()
+            now = list(zip(obs, infos, strict=True))
+            now = [env.reset() if over[n] else now[n] for n, env in enumerate(self.envs)]
+            obs, infos = zip(*now, strict=True)
+            np.stack(obs, out=self.obs)
+        return self.obs, self.rewards, self.terminated, self.truncated, info | self.masks(infos)
 
     def close_extras(self, **kwargs):
         for env in self.envs:

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmark.suites import SUITES, Row, Target  # noqa: E402
 
-APART = ("ablation", "staleness", "bonus")  # suites of many rows, which the README tells in tables of their own
+APART = ("ablation", "staleness", "bonus")  # suites of many rows; the README has them in other tables
 MARKS = "<!-- results: benchmark/compare.py --readme -->", "<!-- end of results -->"
 
 

@@ -18,6 +18,7 @@ from conftest import games, random_batch, scalars, small_args
 
 import ppo
 import ppo_atari
+import ppo_multidiscrete
 import ppo_shared
 
 gym.register_envs(ale_py)
@@ -60,6 +61,40 @@ def test_detail_1_vectorized_segments_join_into_one_trajectory(monkeypatch):
     expected = torch.arange(3 * 16).remainder(5).float()
     torch.testing.assert_close(torch.cat(obs), expected[:, None].expand(-1, 2))
     assert probes.Count.resets == 2 * (1 + 3 * 16 // 5)
+
+
+@pytest.mark.parametrize("module,env_id", [(ppo, "CartPole-v1"), (ppo_multidiscrete, "Masked-v0")])
+def test_detail_1_as_gymnasium_vectorizes(module, env_id):
+    """Bit for bit, with final observations, the statistics of episodes, and masks where they are used."""
+    same_step = dict(autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+    recorded = [gym.wrappers.RecordEpisodeStatistics]
+    theirs = gym.make_vec(env_id, 3, "sync", vector_kwargs=same_step, wrappers=recorded)
+    ours = module.SyncEnvs([gym.make(env_id) for _ in range(3)])
+    spaces = ("single_observation_space", "single_action_space", "observation_space", "action_space")
+    assert all(getattr(ours, name) == getattr(theirs, name) for name in spaces)
+    theirs.action_space.seed(1)
+    (a, more), (b, info) = theirs.reset(seed=7), ours.reset(seed=7)
+    ends = 0
+    for _ in range(200):
+        np.testing.assert_array_equal(a, b)
+        assert a.dtype == b.dtype and ("action_mask" in info) == (module is ppo_multidiscrete)
+        if "action_mask" in info:
+            np.testing.assert_array_equal(info["action_mask"], more["action_mask"])
+        actions = theirs.action_space.sample()
+        (a, *rest, more), (b, *others, info) = theirs.step(actions), ours.step(actions)
+        for x, y in zip(rest, others, strict=True):
+            np.testing.assert_array_equal(x, y)
+            assert x.dtype == y.dtype
+        if (over := rest[1] | rest[2]).any():
+            ends += over.sum()
+            episodes = [i["final_info"]["episode"] for i in (more, info)]
+            np.testing.assert_array_equal(more["final_info"]["_episode"], info["final_info"]["_episode"])
+            np.testing.assert_array_equal(np.stack(more["final_obs"][over]), info["final_obs"][over])
+            for key in "rl":
+                np.testing.assert_array_equal(episodes[0][key][over], episodes[1][key][over])
+        else:
+            assert not info.keys() - {"action_mask"}
+    assert ends > 20
 
 
 def test_detail_2_orthogonal_weights_and_zero_biases(script):
