@@ -1,9 +1,12 @@
 """How many different cells of the Random Disco Maze agents visit in an episode of at most 500 steps.
 
-    python ngu_r2d2.py --env-id benchmark.tasks:RandomDiscoMaze-v0 --num-policies 1 --no-rnd --gamma-max 0.99
+    python ngu_r2d2.py --env-id benchmark.tasks:RandomDiscoMaze-v0 --num-policies 1 --no-rnd \
+        --kernel-eps 1e-2 --burn-in 0 --num-envs 32 --epsilon 0.1 --target retrace --retrace-lambda 0.97 \
+        --learning-rate 2e-4 --target-every 100
     python benchmark/disco.py runs/NAME [runs/NAME ...] --csv benchmark/results/disco.csv
 
-From the repository's folder. There is no reward: an agent of Never Give Up explores for novelty alone.
+From the repository's folder; with --no-train-embedding, too. There is no reward: an agent of Never Give Up
+explores for novelty alone. Random actions are few, as most end the episode, and none where cells are counted.
 Without runs, it is walks of no agent: one that avoids the walls visits 29 cells, a uniform one 1.4.
 """
 
@@ -29,11 +32,12 @@ HEAD = ["agent", "seed", "steps", "embedding", "episodes", "cells_mean", "cells_
 class Args:
     runs: tyro.conf.Positional[tuple[str, ...]] = ()  # run folders of ngu_r2d2.py
     episodes: int = 100  # of each agent
+    epsilon: float = 0.0  # share of random actions
     csv: Path | None = None  # file to append to
 
 
 @torch.no_grad()
-def of_run(run: str, episodes: int) -> tuple[list, list[tuple[int, int]]]:
+def of_run(run: str, episodes: int, epsilon: float) -> tuple[list, list[tuple[int, int]]]:
     """What the agent is, and (cells, length) of its episodes."""
     torch.set_num_threads(1)
     checkpoint = ngu_r2d2.load_checkpoint(run)
@@ -48,7 +52,7 @@ def of_run(run: str, episodes: int) -> tuple[list, list[tuple[int, int]]]:
     while len(found) < episodes:
         mazes = [env.unwrapped for env in envs.envs.envs]
         before = [(maze.visited, maze.steps) for maze in mazes]
-        arrival, _, _ = actor.step(np.full(16, args.eval_epsilon), rng)
+        arrival, _, _ = actor.step(np.full(16, epsilon), rng)
         for (visited, steps), over in zip(before, arrival["ends"], strict=True):
             found += [(len(visited), steps + 1)] if over else []
     what = "trained" if args.train_embedding else "untrained"
@@ -70,7 +74,7 @@ def of_walk(avoids_walls: bool, episodes: int) -> tuple[list, list[tuple[int, in
 
 def main():
     args = tyro.cli(Args)
-    results = [of_run(run, args.episodes) for run in args.runs] or [
+    results = [of_run(run, args.episodes, args.epsilon) for run in args.runs] or [
         of_walk(avoids_walls, args.episodes) for avoids_walls in (True, False)
     ]
     rows = []
