@@ -156,6 +156,7 @@ def parse_args() -> Args:  # differs from ppo.py: sequences and their replay
                 flag = "--resume" if args.resume else "--evaluate"
                 fail(f"{flag} cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
     may_be_zero = ("seed", "burn_in")
+    shares = ("epsilon", "eval_epsilon", "cross_mixture", "priority_eta", "retrace_lambda")
     for name, x in asdict(args).items():
         if type(x) is int and x < (name not in may_be_zero) or type(x) is float and not 0 <= x < np.inf:
             fail(f"{name} cannot be {x}")
@@ -164,11 +165,7 @@ def parse_args() -> Args:  # differs from ppo.py: sequences and their replay
         (args.capture_video and not args.evaluate, "--capture-video records the episodes of --evaluate"),
         (args.seed >= 2**31, "seed must be below 2**31"),
         (max(args.gamma_max, args.gamma_min) >= 1, "gamma_max and gamma_min must be below 1"),
-        (
-            max(args.epsilon, args.eval_epsilon, args.retrace_lambda) > 1,
-            "epsilon, eval_epsilon and retrace_lambda must be at most 1",
-        ),
-        (args.priority_eta > 1, "priority_eta must be at most 1"),
+        (max(getattr(args, name) for name in shares) > 1, f"{', '.join(shares)} must be at most 1"),
         (args.rnd_max < 1, "rnd_max must be at least 1"),
         (args.num_iterations < 1, "total_timesteps must be at least num_envs * num_steps"),
         (args.num_envs % WORLD_SIZE, f"the {WORLD_SIZE} processes of torchrun must divide num_envs"),
@@ -321,10 +318,16 @@ def encoder(shape: tuple[int, ...], num_features: int) -> nn.Sequential:
         layers += [nn.Conv2d(32, 64, 4, stride=2), nn.ReLU(inplace=True)]
         layers += [nn.Conv2d(64, 64, 3), nn.ReLU(inplace=True), nn.Flatten()]
     else:
-        layers = [nn.Conv2d(shape[0], 16, 3), nn.ReLU(inplace=True)]
-        layers += [nn.Conv2d(16, 32, 3), nn.ReLU(inplace=True), nn.Flatten()]
+        layers, is_map = [nn.Conv2d(shape[0], 16, 3), nn.ReLU(inplace=True)], min(shape[1:]) > 7
+        layers += [nn.Conv2d(16, 32, 3, padding=int(is_map)), nn.ReLU(inplace=True)]
+        layers += [WithMaxima() if is_map else nn.Flatten()]  # a map is larger than MiniGrid's view
     size = nn.Sequential(*layers)(torch.zeros(1, *shape)).numel()
     return nn.Sequential(*layers, nn.Linear(size, num_features), nn.ReLU(inplace=True))
+
+
+class WithMaxima(nn.Module):  # of each channel: what is next to the agent, wherever on a map that is
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((x.flatten(1), x.amax((2, 3))), 1)
 
 
 class Agent(nn.Module):  # differs from ppo.py: a recurrent dueling Q network of all policies
@@ -476,9 +479,8 @@ def q_loss(
     inputs["obs"] = scaled(batch["obs"].flatten(0, 1)).unflatten(0, batch["obs"].shape[:2])
     q, state = [], batch["state"]
     for part in slice(0, args.burn_in), slice(args.burn_in, None):
-        rows = {name: x[part] for name, x in inputs.items()}
-        if len(rows["starts"]):
-            outputs, state = agent(rows, state.detach())
+        if part.stop != 0:
+            outputs, state = agent({name: x[part] for name, x in inputs.items()}, state.detach())
             q.append(outputs)  # no gradient reaches back through the state into the burn-in
     q = torch.cat(q)
     with torch.no_grad():
@@ -557,10 +559,7 @@ class Curiosity(nn.Module):
         self.refresh()
 
     def refresh(self):
-        """Act with the embedding as it is now. Memories made by another one are worthless: begin() anew.
-
-        The paper's actors do so once an episode, for the same reason.
-        """
+        """Act with the embedding as it is now, and begin() anew: memories of another one are worthless."""
         self.acting_embedding.load_state_dict(self.embedding.state_dict())
 
     def begin(self, obs: Tensor, starts: np.ndarray):
@@ -717,13 +716,12 @@ class Replay:  # differs from impala_vtrace.py: cuts its sequences from episodes
         return min(self.added, self.capacity)
 
     def sample(self, size: int, rng: np.random.Generator) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Places (B,), and fields (L + 1, B, ...) with importance weights (B,); L is the longest one's."""
+        """Places (B,) and fields (L + 1, B, ...) of sequences, and importance weights (B,)."""
         p = self.priorities[: len(self)] ** self.args.priority_exponent
         p /= p.sum()
         at = rng.choice(len(self), size, p=p)
         weights = (len(self) * p[at]) ** -self.args.importance_exponent
-        steps = self.fields["mask"][:, at].any(1).nonzero()[0][-1] + 1  # what follows is padding in all
-        batch = {name: x[: steps + (name != "mask"), at] for name, x in self.fields.items()}
+        batch = {name: x[:, at] for name, x in self.fields.items()}
         others = rng.random(size) < self.args.cross_mixture
         batch["policies"][:, others] = rng.integers(self.args.num_policies, size=others.sum())
         return at, batch | dict(weights=(weights / weights.max()).astype(np.float32))

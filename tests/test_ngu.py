@@ -391,6 +391,16 @@ def test_things_on_a_grid_become_channels():
 
 
 @torch.no_grad()
+def test_maps_show_what_is_next_to_the_agent_wherever_it_is():
+    x = torch.zeros(2, 1, 21, 21)
+    x[0, 0, 5, 5] = x[1, 0, 10, 13] = 1.0
+    a, b = ngu_r2d2.encoder((1, 21, 21), 8)[:5](x)
+    assert torch.equal(a[-32:], b[-32:]) and len(a) == 32 * 19 * 19 + 32
+    assert not torch.equal(a[:-32], b[:-32])  # the rest says where
+    assert not any(isinstance(layer, ngu_r2d2.WithMaxima) for layer in ngu_r2d2.encoder((33, 7, 7), 8))
+
+
+@torch.no_grad()
 def test_alpha_is_one_plus_the_standardized_error():
     curiosity = curiosity_of(num_envs=4)
     errors = torch.tensor([1.0, 2.0, 3.0, 10.0])
