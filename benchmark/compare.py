@@ -2,6 +2,7 @@
 
     python benchmark/compare.py                    # all suites
     python benchmark/compare.py classic --readme   # and rewrite the README's table
+    python benchmark/compare.py ngu --reach 0.5    # and say when each seed first was so good
 
 A row is judged by its first target, at the last step that all our seeds reached, by the mean of each seed's
 last 100 training episodes: *short* if the whole 95 % bootstrap interval of our mean over seeds lies below the
@@ -38,6 +39,7 @@ class Args:
     results: Path = ROOT / "benchmark/results"  # CSVs to read, and where pictures and pages go
     flags: str = ""  # results of runs with these flags of run.py
     readme: bool = False  # rewrite the table in README.md
+    reach: float | None = None  # say at which steps the mean of 20 episodes first was so high
 
 
 @cache
@@ -70,6 +72,15 @@ class Result:
             returns = episodes[: np.searchsorted(episodes[:, 0], step, side="right"), 1]
             values.append(returns[-100:].mean() if len(returns) else np.nan)
         return np.array(values)
+
+    def first(self, level: float) -> np.ndarray:
+        """Step at which the mean of 20 episodes first was level or more, (seeds,); NaN where it never was."""
+        steps = []
+        for episodes in self.seeds.values():
+            means = np.convolve(episodes[:, 1], np.full(20, 1 / 20), "valid")
+            high = (means >= level).nonzero()[0]
+            steps.append(episodes[high[0] + 19, 0] if len(high) else np.nan)
+        return np.array(steps)
 
     @property
     def is_cut(self) -> bool:
@@ -288,6 +299,10 @@ def main():
             png = picture(suite, results)
             (args.results / f"{suite}.png").write_bytes(png)
         print(f"\n{suite}\n\n{markdown(lines)}")
+        for row, result in results if args.reach is not None else ():
+            if result:
+                steps = ", ".join(f"{step:.0f}" for step in result.first(args.reach))
+                print(f"{row.name}: {args.reach:g} first at {steps}")
         is_short |= any(line[-2].startswith("short") for line in lines)
         sections.append((suite, lines, png))
     (args.results / "index.html").write_text(page(sections))

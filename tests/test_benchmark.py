@@ -106,6 +106,13 @@ def test_verdicts():
     )  # cut short, and no curve
 
 
+def test_when_a_seed_first_was_so_good():
+    learns = np.column_stack((np.arange(100) * 10, np.arange(100) >= 50)).astype(float)
+    never = learns * [1, 0]
+    steps = compare.Result(None, {1: learns, 2: never, 3: learns[:19]}).first(0.5)
+    assert steps[0] == 590 and np.isnan(steps[1:]).all()  # 10 ones among the 20 up to episode 59
+
+
 def test_a_run_that_was_cut_is_compared_with_the_beginning_of_the_curve():
     row = next(row for row in SUITES["atari"] if "Pong" in row.env_id)
     curve = compare.published()[row.targets[0].curve]
