@@ -134,7 +134,7 @@ class SyncEnvs(gym.vector.VectorEnv):
     """Environments that step in turn, each reset within the step that ends its episode.
 
     info has, where episodes ended, final_obs (N, ...), and their returns and lengths in final_info. As other
-    infos are not gathered, it takes a quarter less of CartPole's time than gymnasium's SyncVectorEnv. What it
+    infos are not gathered, it takes a seventh less of CartPole's time than gymnasium's SyncVectorEnv. What it
     returns is written over by the next step.
     """
 
