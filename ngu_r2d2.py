@@ -980,7 +980,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
             places, batch = replay.sample(args.batch_sequences, rng)
             batch = {name: torch.as_tensor(x, device=args.device) for name, x in batch.items()}
             priorities, info = update(batch)
-            replay.priorities[places] = priorities.cpu().numpy() + 1e-6
+            replay.priorities[places] = priorities.nan_to_num().cpu().numpy() + 1e-6  # NaN ends the run below
             trained_steps += int(batch["mask"].sum()) * WORLD_SIZE
             updates += 1
             if updates % args.target_every == 0:
