@@ -603,7 +603,7 @@ class Curiosity(nn.Module):
         else:
             novelty /= episodic_reward(np.full((1, args.neighbors), mean), mean, args.kernel_eps)
         if args.bonus == "calibrated":  # choice 2: what is as far as usual is worth 1, and nothing more: the
-            novelty = novelty.clip(max=1)  # first steps of an episode would be worth 10, whatever is done
+            novelty = novelty.clip(max=1)  # first steps of an episode were worth 3 to 10, whatever was done
         self.remember(embedded, np.ones(len(obs), bool))
         info = dict(novelty=novelty.mean(), distance=mean, memory=self.remembered.mean())
         alpha = np.ones(len(obs))
