@@ -44,6 +44,7 @@ import torch
 import torch.nn as nn
 import tyro
 from ale_py.vector_env import AtariVectorEnv
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -299,7 +300,7 @@ def scaled(obs: Tensor) -> Tensor:
     if obs.dtype != torch.uint8:
         return obs.float()
     if obs.shape[-1] >= 36:
-        return obs.float().div_(255)
+        return obs.to(torch.float32, memory_format=torch.channels_last).div_(255)
     one_hot = torch.eye(11, device=obs.device)
     return nn.functional.embedding(obs.movedim(1, -1).int().clamp(max=10), one_hot).flatten(-2).movedim(-1, 1)
 
@@ -311,23 +312,25 @@ def scaled_shape(envs: gym.vector.VectorEnv) -> tuple[int, ...]:
 
 def encoder(shape: tuple[int, ...], num_features: int) -> nn.Sequential:
     """Features of scaled observations: images, grids such as MiniGrid's 7 x 7, or vectors."""
+    conv, relu = nn.Conv2d, nn.ReLU(inplace=True)
     if len(shape) == 1:
-        layers = [nn.Linear(shape[0], 64), nn.ReLU(inplace=True)]
+        layers = [nn.Linear(shape[0], 64), relu]
     elif min(shape[1:]) >= 36:
-        layers = [nn.Conv2d(shape[0], 32, 8, stride=4), nn.ReLU(inplace=True)]
-        layers += [nn.Conv2d(32, 64, 4, stride=2), nn.ReLU(inplace=True)]
-        layers += [nn.Conv2d(64, 64, 3), nn.ReLU(inplace=True), nn.Flatten()]
+        layers = [conv(shape[0], 32, 8, stride=4), relu, conv(32, 64, 4, stride=2), relu]
+        layers += [conv(64, 64, 3), relu, nn.Flatten()]
     else:
-        layers, is_map = [nn.Conv2d(shape[0], 16, 3), nn.ReLU(inplace=True)], min(shape[1:]) > 7
-        layers += [nn.Conv2d(16, 32, 3, padding=int(is_map)), nn.ReLU(inplace=True)]
-        layers += [WithMaxima() if is_map else nn.Flatten()]  # a map is larger than MiniGrid's view
+        is_map = min(shape[1:]) > 7  # larger than MiniGrid's view
+        layers = [conv(shape[0], 16, 3), relu, conv(16, 32, 3, padding=int(is_map)), relu]
+        layers += [Peaks() if is_map else nn.Flatten()]
     size = nn.Sequential(*layers)(torch.zeros(1, *shape)).numel()
-    return nn.Sequential(*layers, nn.Linear(size, num_features), nn.ReLU(inplace=True))
+    return nn.Sequential(*layers, nn.Linear(size, num_features), relu)
 
 
-class WithMaxima(nn.Module):  # of each channel: what is next to the agent, wherever on a map that is
+class Peaks(nn.Module):  # of each channel the maximum, wherever on a map it is, and its mean place
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat((x.flatten(1), x.amax((2, 3))), 1)
+        rows, columns = (torch.linspace(-5, 5, n, device=x.device) for n in x.shape[2:])
+        p = x.flatten(2).softmax(-1).unflatten(-1, x.shape[2:])
+        return torch.cat((x.amax((2, 3)), p.sum(3) @ rows, p.sum(2) @ columns), 1)
 
 
 class Agent(nn.Module):  # differs from ppo.py: a recurrent dueling Q network of all policies
@@ -768,12 +771,11 @@ class Logger:
 
     def log(self, step: int, scalars: dict[str, float], episodes: list[tuple[int, float, int]], status: str):
         """Log scalars at step, and each episode, (end, return, length), at the step that ended it."""
-        for end, episodic_return, length in episodes:
-            self.writer.add_scalar("charts/episodic_return", episodic_return, end)
-            self.writer.add_scalar("charts/episodic_length", length, end)
-        for name, value in scalars.items():
-            if np.isfinite(value):  # not the explained variance of equal returns
-                self.writer.add_scalar(name, value, step)
+        names = "charts/episodic_return", "charts/episodic_length"
+        ended = [(end, dict(zip(names, episode, strict=True))) for end, *episode in episodes]
+        for at, values in [*ended, (step, scalars)]:  # not the explained variance of equal returns
+            finite = [Summary.Value(tag=k, simple_value=x) for k, x in values.items() if np.isfinite(x)]
+            self.writer.file_writer.add_summary(Summary(value=finite), at)
         self.bar.set_postfix_str(status, refresh=False)
         self.bar.update(step - self.bar.n)
 
@@ -899,7 +901,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     seed = args.seed + first_step + RANK * N  # a resumed run begins new episodes
     with StallLimit(args.env_id, args.stall_seconds):
         envs = Envs(args, N, args.num_policies, seed)
-    if envs.row["obs"].ndim == 2 or envs.row["obs"].shape[-1] < 36:
+    if envs.row["obs"].ndim == 2 or envs.row["obs"].shape[-1] < 16:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
     agent = Agent(envs.envs, args).to(args.device)
     target_agent = deepcopy(agent)
@@ -1003,8 +1005,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
             scalars["charts/replay_ratio"] = trained_steps / (step - first_step)
             scalars["replay/sequences"] = len(replay)
             spread = replay.priorities[: len(replay)] if len(replay) else np.zeros(1)
-            for how in ("mean", "std", "max"):
-                scalars[f"replay/priority_{how}"] = getattr(spread, how)()
+            scalars |= {f"replay/priority_{how}": getattr(spread, how)() for how in ("mean", "std", "max")}
             for name in seen[-1]:
                 scalars[f"curiosity/{name}"] = float(np.mean([novelty[name] for novelty in seen]))
             seen = []
@@ -1045,7 +1046,7 @@ def evaluate(args: Args) -> list[float]:
         curiosity.load_state_dict(checkpoint["curiosity"])
     except RuntimeError as error:
         fail(f"the agent of {args.evaluate} does not fit {args.env_id}: {error}")
-    if envs.row["obs"].ndim == 2 or envs.row["obs"].shape[-1] < 36:
+    if envs.row["obs"].ndim == 2 or envs.row["obs"].shape[-1] < 16:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
     actor, rng, returns = Actor(args, envs, agent, curiosity), np.random.default_rng(seed), []
     while len(returns) < args.eval_episodes:

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import tyro
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -133,9 +134,8 @@ def parse_args() -> Args:
 class SyncEnvs(gym.vector.VectorEnv):
     """Environments that step in turn, each reset within the step that ends its episode.
 
-    info has, where episodes ended, final_obs (N, ...), and their returns and lengths in final_info. As other
-    infos are not gathered, it takes a seventh less of CartPole's time than gymnasium's SyncVectorEnv. What it
-    returns is written over by the next step.
+    info has, where episodes ended, final_obs (N, ...), and their returns and lengths in final_info; and
+    nothing else. The next step overwrites what this one returned.
     """
 
     def __init__(self, envs: list[gym.Env]):
@@ -155,6 +155,7 @@ class SyncEnvs(gym.vector.VectorEnv):
         return np.stack(obs, out=self.obs), {}
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+        actions = actions.tolist() if actions.ndim == 1 else actions  # spaces check an int in less time
         steps = [env.step(action) for env, action in zip(self.envs, actions, strict=True)]
         obs, self.rewards[:], self.terminated[:], self.truncated[:], _ = zip(*steps, strict=True)
         np.stack(obs, out=self.obs)  # an assignment would take a single number for a whole row
@@ -300,7 +301,7 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) ->
 
     v_loss = (value - batch["returns"]) ** 2
     if args.clip_vloss:  # detail 9: value loss clipping
-        clipped_value = batch["values"] + (value - batch["values"]).clamp(-clip, clip)
+        clipped_value = value.clamp(batch["values"] - clip, batch["values"] + clip)
         v_loss = torch.max(v_loss, (clipped_value - batch["returns"]) ** 2)
     v_loss = 0.5 * v_loss.mean()
     entropy = dist.entropy().mean()
@@ -308,7 +309,7 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) ->
     with torch.no_grad():  # detail 12: debug variables; KL as in http://joschu.net/blog/kl-approx.html
         info = dict(policy_loss=pg_loss.detach(), value_loss=v_loss.detach(), entropy=entropy.detach())
         info |= dict(old_approx_kl=-logratio.mean(), approx_kl=(ratio - 1 - logratio).mean())
-        info |= dict(clipfrac=((ratio - 1).abs() > clip).float().mean())
+        info |= dict(clipfrac=(clipped_ratio != ratio).float().mean())
     return loss, info
 
 
@@ -344,12 +345,11 @@ class Logger:
 
     def log(self, step: int, scalars: dict[str, float], episodes: list[tuple[int, float, int]], status: str):
         """Log scalars at step, and each episode, (end, return, length), at the step that ended it."""
-        for end, episodic_return, length in episodes:
-            self.writer.add_scalar("charts/episodic_return", episodic_return, end)
-            self.writer.add_scalar("charts/episodic_length", length, end)
-        for name, value in scalars.items():
-            if np.isfinite(value):  # not the explained variance of equal returns
-                self.writer.add_scalar(name, value, step)
+        names = "charts/episodic_return", "charts/episodic_length"
+        ended = [(end, dict(zip(names, episode, strict=True))) for end, *episode in episodes]
+        for at, values in [*ended, (step, scalars)]:  # not the explained variance of equal returns
+            finite = [Summary.Value(tag=k, simple_value=x) for k, x in values.items() if np.isfinite(x)]
+            self.writer.file_writer.add_summary(Summary(value=finite), at)
         self.bar.set_postfix_str(status, refresh=False)
         self.bar.update(step - self.bar.n)
 
@@ -449,7 +449,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients, averaged over the processes of torchrun
             torch.distributed.all_reduce(flat.grad)
             flat.grad /= WORLD_SIZE
-        flat.grad *= (args.max_grad_norm / (flat.grad.norm() + 1e-6)).clamp(max=1)  # detail 11: clipping
+        flat.grad[None].renorm_(2, 0, args.max_grad_norm)  # detail 11: clipping of the global norm
         optimizer.step()
         return info
 

@@ -36,6 +36,7 @@ import torch
 import torch.nn as nn
 import tyro
 from ale_py.vector_env import AtariVectorEnv
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -324,7 +325,7 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) ->
 
     v_loss = (value - batch["returns"]) ** 2
     if args.clip_vloss:  # detail 9: value loss clipping
-        clipped_value = batch["values"] + (value - batch["values"]).clamp(-clip, clip)
+        clipped_value = value.clamp(batch["values"] - clip, batch["values"] + clip)
         v_loss = torch.max(v_loss, (clipped_value - batch["returns"]) ** 2)
     v_loss = 0.5 * v_loss.mean()
     entropy = dist.entropy().mean()
@@ -332,7 +333,7 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) ->
     with torch.no_grad():  # detail 12: debug variables; KL as in http://joschu.net/blog/kl-approx.html
         info = dict(policy_loss=pg_loss.detach(), value_loss=v_loss.detach(), entropy=entropy.detach())
         info |= dict(old_approx_kl=-logratio.mean(), approx_kl=(ratio - 1 - logratio).mean())
-        info |= dict(clipfrac=((ratio - 1).abs() > clip).float().mean())
+        info |= dict(clipfrac=(clipped_ratio != ratio).float().mean())
     return loss, info
 
 
@@ -368,12 +369,11 @@ class Logger:
 
     def log(self, step: int, scalars: dict[str, float], episodes: list[tuple[int, float, int]], status: str):
         """Log scalars at step, and each episode, (end, return, length), at the step that ended it."""
-        for end, episodic_return, length in episodes:
-            self.writer.add_scalar("charts/episodic_return", episodic_return, end)
-            self.writer.add_scalar("charts/episodic_length", length, end)
-        for name, value in scalars.items():
-            if np.isfinite(value):  # not the explained variance of equal returns
-                self.writer.add_scalar(name, value, step)
+        names = "charts/episodic_return", "charts/episodic_length"
+        ended = [(end, dict(zip(names, episode, strict=True))) for end, *episode in episodes]
+        for at, values in [*ended, (step, scalars)]:  # not the explained variance of equal returns
+            finite = [Summary.Value(tag=k, simple_value=x) for k, x in values.items() if np.isfinite(x)]
+            self.writer.file_writer.add_summary(Summary(value=finite), at)
         self.bar.set_postfix_str(status, refresh=False)
         self.bar.update(step - self.bar.n)
 

@@ -391,13 +391,17 @@ def test_things_on_a_grid_become_channels():
 
 
 @torch.no_grad()
-def test_maps_show_what_is_next_to_the_agent_wherever_it_is():
+def test_maps_show_what_is_next_to_the_agent_wherever_it_is_and_where_it_is():
     x = torch.zeros(2, 1, 21, 21)
     x[0, 0, 5, 5] = x[1, 0, 10, 13] = 1.0
     a, b = ngu_r2d2.encoder((1, 21, 21), 8)[:5](x)
-    assert torch.equal(a[-32:], b[-32:]) and len(a) == 32 * 19 * 19 + 32
-    assert not torch.equal(a[:-32], b[:-32])  # the rest says where
-    assert not any(isinstance(layer, ngu_r2d2.WithMaxima) for layer in ngu_r2d2.encoder((33, 7, 7), 8))
+    assert torch.equal(a[:32], b[:32]) and len(a) == 3 * 32
+    assert not torch.allclose(a[32:], b[32:], atol=1e-3)
+    assert not any(isinstance(layer, ngu_r2d2.Peaks) for layer in ngu_r2d2.encoder((33, 7, 7), 8))
+    x *= 100  # a softmax of one place alone: its row and column, from -5 to 5
+    peaks = ngu_r2d2.Peaks()(x)
+    expected = torch.tensor([[100, -2.5, -2.5], [100, 0, 1.5]])
+    torch.testing.assert_close(peaks, expected)
 
 
 @torch.no_grad()
