@@ -1,8 +1,9 @@
 """How many different cells of the Random Disco Maze agents visit in an episode of at most 500 steps.
 
     python ngu_r2d2.py --env-id benchmark.tasks:RandomDiscoMaze-v0 --num-policies 1 --no-rnd \
-        --kernel-eps 1e-2 --burn-in 0 --num-envs 32 --epsilon 0.1 --target retrace --retrace-lambda 0.97 \
-        --learning-rate 2e-4 --target-every 100
+        --kernel-eps 1e-2 --burn-in 0 --unroll 20 --period 20 --num-envs 32 --epsilon 0.2 --gamma-max 0.92 \
+        --target retrace --retrace-lambda 0.97 --updates-per-rollout 4 --target-every 100 \
+        --auxiliary-steps 10 --auxiliary-lr 1e-3 --learning-starts 5000 --total-timesteps 200000
     python benchmark/disco.py runs/NAME [runs/NAME ...] --csv benchmark/results/disco.csv
 
 From the repository's folder; with --no-train-embedding, too. There is no reward: an agent of Never Give Up

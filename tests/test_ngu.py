@@ -2,6 +2,9 @@
 have had, one test each."""
 
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -782,3 +785,26 @@ def test_replay_takes_the_memory_that_it_says(capsys):
         int, capsys.readouterr().err.split("replay: ")[1].split(" MB")[0].split(" sequences, ")
     )
     assert sequences == 100 and megabytes == pytest.approx(100 * 10 * 84 * 84 / 1e6, rel=0.1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_full_replay_takes_the_memory_that_it_says():
+    """Of frames of Atari, against the pages that the process has more than before it."""
+    code = """
+import numpy as np, resource, ngu_r2d2
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+N, args = 16, ngu_r2d2.Args(replay_steps=20_000)
+zeros, ones = np.zeros(N, np.float32), np.ones(N, bool)
+row = dict(obs=np.ones((N, 1, 84, 84), np.uint8), last_actions=zeros.astype(int), r_ext=zeros, r_int=zeros)
+row |= dict(starts=~ones, policies=zeros.astype(int), mu=zeros, alpha=zeros, discounts=zeros, ends=~ones)
+before, state = resident(), np.ones((2, N, args.hidden_size), np.float32)
+replay = ngu_r2d2.Replay(args, row, args.hidden_size)
+while replay.added < 2 * replay.capacity:
+    replay.append(row, ones, state)
+    replay.cut(~ones)
+print(resident() - before, replay.num_bytes)
+"""
+    environment = os.environ | dict(PYTHONPATH=str(Path(__file__).parent.parent))
+    taken, said = map(int, subprocess.check_output([sys.executable, "-c", code], env=environment).split())
+    assert said > 150e6 and taken == pytest.approx(said, rel=0.1)
