@@ -85,10 +85,10 @@ ASYNC = "--num-envs 8 --segment-length 32 --batch-unrolls 8 --learning-rate 1e-3
 ASYNC += ["--device", "cpu"]
 
 R2D2 = tuple("--num-policies 1 --beta 0".split())
-FIRST = "--adam-eps 1e-4 --replay-steps 400000 --gamma-max 0.997 --batch-sequences 32 --updates-per-rollout 1"
-FIRST = (*FIRST.split(), "--target-every", "100")  # the defaults when these were run
 BONUSES = ("min-max", "batch-mean", "long-run-mean", "zero-mean", "unit-std")
 CART = tuple("--num-steps 2".split())
+PONG = "--amp --burn-in 5 --unroll 20 --period 20 --auxiliary-steps 5 --learning-rate 2.5e-4"
+PONG = (*PONG.split(), *"--updates-per-rollout 1 --target-every 200".split())
 
 MASKED = "--num-envs 16 --learning-rate 2e-3 --device cpu".split()
 
@@ -206,14 +206,14 @@ SUITES = {
         )
     ],
     "ngu": [  # the returns are those of the policy with beta 0
-        Row("ngu_r2d2", "benchmark.tasks:MaskedCartPole-v0", 300_000, (), (*R2D2, *FIRST, *CART), "r2d2"),
-        Row("ngu_r2d2", "MiniGrid-Empty-8x8-v0", 200_000, (), (*R2D2, *FIRST), "r2d2"),
+        Row("ngu_r2d2", "benchmark.tasks:MaskedCartPole-v0", 300_000, (), (*R2D2, *CART), "r2d2"),
+        Row("ngu_r2d2", "MiniGrid-Empty-8x8-v0", 200_000, (), R2D2, "r2d2"),
         *(
             Row("ngu_r2d2", f"MiniGrid-{task}", 1_000_000, (), flags, variant)
             for task in ("DoorKey-8x8-v0", "MultiRoom-N4-S5-v1")
             for flags, variant in (((), ""), (R2D2, "r2d2"))
         ),
-        Row("ngu_r2d2", "PongNoFrameskip-v4", 1_000_000, (), ()),
+        Row("ngu_r2d2", "PongNoFrameskip-v4", 1_000_000, (), PONG),
     ],
     "bonus": [  # other scales of the episodic reward, and a weight on an episode's last reward
         Row("ngu_r2d2", "MiniGrid-DoorKey-8x8-v0", 160_000, (), tuple(flags.split()), variant)
