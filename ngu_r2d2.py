@@ -625,22 +625,22 @@ class Curiosity(nn.Module):
         x = self.whitening(scaled(obs)).clamp(-5, 5)
         return ((self.rnd_predictor(x) - self.rnd_target(x)) ** 2).mean(-1)
 
-    def loss(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Of actions (n,) between observations (2, n, ...): inverse dynamics, and the predictor's errors."""
-        before, after = self.embedding(scaled(obs.flatten(0, 1))).unflatten(0, obs.shape[:2])
-        logits = self.inverse(torch.cat((before, after), -1))
+    def loss(self, obs: Tensor, places: Tensor, actions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Of last_transitions(): inverse dynamics, and the predictor's errors."""
+        logits = self.inverse(torch.cat(self.embedding(scaled(obs))[places].unbind(), -1))
         inverse_loss = nn.functional.cross_entropy(logits, actions)
-        rnd_loss = self.prediction_errors(obs[1]).mean()
+        rnd_loss = self.prediction_errors(obs[places[1]]).mean()
         accuracy = (logits.argmax(-1) == actions).float().mean()
         info = dict(inverse_loss=inverse_loss.detach(), rnd_loss=rnd_loss.detach(), inverse_accuracy=accuracy)
         return inverse_loss + rnd_loss, info
 
 
-def last_transitions(batch: dict[str, Tensor], steps: int) -> tuple[Tensor, Tensor]:
-    """Of each sequence's last steps that are no padding: observations (2, n, ...) around actions (n,)."""
-    mask = batch["mask"]
-    last = mask & (mask.flip(0).cumsum(0).flip(0) <= steps)
-    return torch.stack((batch["obs"][:-1][last], batch["obs"][1:][last])), batch["last_actions"][1:][last]
+def last_transitions(batch: dict[str, Tensor], steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Observations (m, ...) of each sequence's last steps, where before and after is (2, n), actions (n,)."""
+    last = batch["mask"] & (batch["mask"].flip(0).cumsum(0).flip(0) <= steps)  # that are no padding
+    rows = nn.functional.pad(last, (0, 0, 0, 1)) | nn.functional.pad(last, (0, 0, 1, 0))  # each once
+    at = rows.flatten().cumsum(0).view_as(rows) - 1
+    return batch["obs"][rows], torch.stack((at[:-1][last], at[1:][last])), batch["last_actions"][1:][last]
 
 
 # === Replay ==================================================================================

@@ -463,18 +463,36 @@ def test_embedding_and_predictor_train():
     torch.manual_seed(0)
     run = play(small(num_envs=8), 400)
     _, batch = run.replay.sample(64, run.rng)
-    obs, actions = last_transitions(tensors(batch), 5)
+    transitions = last_transitions(tensors(batch), 5)
     optimizer = torch.optim.Adam(run.curiosity.parameters(), lr=5e-3)
     before = [x.clone() for x in run.curiosity.rnd_target.parameters()]
     infos = []
     for _ in range(150):
         optimizer.zero_grad()
-        loss, info = run.curiosity.loss(obs, actions)
+        loss, info = run.curiosity.loss(*transitions)
         loss.backward()
         optimizer.step()
         infos.append(info)
     assert info["inverse_accuracy"] > 0.95 and info["rnd_loss"] < infos[0]["rnd_loss"] / 3
     assert all(torch.equal(a, b) for a, b in zip(before, run.curiosity.rnd_target.parameters(), strict=True))
+
+
+def test_last_transitions():
+    """Against a loop over each sequence; an observation between two of them is there once."""
+    T, B = 6, 3
+    mask = torch.zeros(T, B, dtype=torch.bool)
+    mask[:, 0] = mask[2:5, 1] = mask[:1, 2] = True  # whole; from a burn-in to padding; a single step
+    obs = torch.arange((T + 1) * B).view(T + 1, B)
+    actions = obs + 100
+    batch = dict(mask=mask, obs=obs, last_actions=actions)
+    for steps in (1, 2, 20):
+        expected = set()
+        for b in range(B):
+            for t in mask[:, b].nonzero().flatten().tolist()[-steps:]:
+                expected.add((obs[t, b].item(), obs[t + 1, b].item(), actions[t + 1, b].item()))
+        found, places, taken = last_transitions(batch, steps)
+        assert set(zip(*found[places].tolist(), taken.tolist(), strict=True)) == expected
+        assert len(taken) == len(expected) and len(found) == len({x for pair in expected for x in pair[:2]})
 
 
 @pytest.mark.parametrize("flag", ["train_embedding", "rnd"])
