@@ -7,13 +7,17 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from conftest import OTHERS, SCRIPTS, scalars
 
+import benchmark.tasks  # noqa: F401  registers the maze
+import ngu_r2d2
 from benchmark import compare
 from benchmark.suites import SUITES, Row, Target
 
@@ -216,3 +220,50 @@ def test_scripts_of_the_readme():
         ours = [row for row in measured if row["script"] == f"{name}.py" and not row["flags"]]
         found = [[" / ".join(row[x] for x in kind if row[x]) for kind in (speeds, memories)] for row in ours]
         assert figures in found if figures != ["—", "—"] else not ours
+
+
+def test_the_disco_maze_is_the_papers():
+    """One way between any two cells, new walls an episode, new colours a step; walls end it, and 500 steps."""
+    env = gym.make("RandomDiscoMaze-v0")
+    mazes, pictures, rng = [], [], np.random.default_rng(0)
+    for seed in range(3):
+        obs, info = env.reset(seed=seed)
+        maze, over, lengths = env.unwrapped, False, 0
+        assert obs.shape == (21, 21, 1) and obs[1, 1] == 6 and info["cells"] == 1
+        mazes.append(maze.walls.copy())
+        free = [tuple(cell) for cell in np.argwhere(~maze.walls)]
+        assert len(free) == 199  # 100 rooms and the 99 passages of a tree over them
+        reached, ahead = {(1, 1)}, [(1, 1)]
+        while ahead:
+            at = ahead.pop()
+            new = {tuple(np.add(at, move).tolist()) for move in maze.moves} & set(free) - reached
+            reached |= new
+            ahead += new
+        assert len(reached) == 199
+        while not over:
+            safe = [a for a in range(4) if not maze.walls[tuple(maze.at + maze.moves[a])]]
+            obs, reward, terminated, truncated, info = env.step(rng.choice(safe))
+            over, lengths = terminated or truncated, lengths + 1
+            assert (obs[..., 0] > 0).sum() == 441 - 199 + 1 and reward == 0 and obs[maze.at] == 6
+            pictures.append(obs)
+        assert lengths == 500 and truncated and not terminated and info["cells"] == len(maze.visited) > 1
+    assert not (mazes[0] == mazes[1]).all() and not (mazes[1] == mazes[2]).all()
+    assert {*np.unique(np.stack(pictures))} == set(range(7))
+    env.reset(seed=0)
+    *_, terminated, truncated, info = env.step(0)  # up from (1, 1)
+    assert terminated and not truncated and info["cells"] == 1
+
+
+def test_disco_counts_the_cells_of_agents_and_walks():
+    args = ngu_r2d2.Args(env_id="benchmark.tasks:RandomDiscoMaze-v0", num_envs=4, total_timesteps=400)
+    args = replace(args, num_policies=1, rnd=False, burn_in=0, unroll=8, period=8, learning_starts=64)
+    args = replace(args, train_embedding=False, batch_sequences=2, hidden_size=16, device="cpu")
+    run_dir = ngu_r2d2.train(args)
+    program = [sys.executable, ROOT / "benchmark/disco.py", "--csv", "disco.csv", "--episodes"]
+    subprocess.run([*program, "20", run_dir], check=True, capture_output=True, timeout=120)
+    subprocess.run([*program, "5"], check=True, capture_output=True, timeout=120)
+    agent, careful, uniform = rows("disco.csv")
+    assert agent["embedding"] == "untrained" and int(agent["steps"]) == 400 and int(agent["episodes"]) >= 20
+    assert 1 <= float(agent["cells_mean"]) <= float(agent["length_mean"]) + 1
+    assert float(careful["length_mean"]) == 500 and float(careful["cells_mean"]) > 10
+    assert float(uniform["length_mean"]) < 5 and float(uniform["cells_mean"]) < 5
