@@ -223,7 +223,7 @@ def test_scripts_of_the_readme():
 
 
 def test_the_disco_maze_is_the_papers():
-    """One way between any two cells, new walls an episode, new colours a step; walls end it, and 500 steps."""
+    """One way between any two cells, new walls an episode, colours a step; walls or 500 steps end it."""
     env = gym.make("RandomDiscoMaze-v0")
     mazes, pictures, rng = [], [], np.random.default_rng(0)
     for seed in range(3):
