@@ -53,13 +53,14 @@ class Args:
 
 
 def fail(message: str) -> NoReturn:
-    print(f"speed.py: error: {message}", file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
-def run(name: str, *flags: str, cwd: str) -> tuple[str, float]:
+def run(name: str, *flags: str, cwd: str, processes: int = 1) -> tuple[str, float]:
     """Output of a program, and its peak memory in MB."""
-    command = [sys.executable, str(ROOT / name), *flags]
+    launcher = f"-m torch.distributed.run --standalone --nproc-per-node {processes}".split()
+    command = [sys.executable, *(launcher if processes > 1 else ()), str(ROOT / name), *flags]
     env = os.environ | dict(PYTHONPATH=str(ROOT))
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     process = subprocess.Popen(command, cwd=cwd, env=env, **pipes)
@@ -71,10 +72,10 @@ def run(name: str, *flags: str, cwd: str) -> tuple[str, float]:
     return output, usage.ru_maxrss / (1024 if sys.platform == "linux" else 1024**2)
 
 
-def measure(name: str, *flags: str) -> tuple[float, float]:
+def measure(name: str, *flags: str, processes: int = 1) -> tuple[float, float]:
     """Steps per second, as a script logged them or a yardstick printed them, and peak memory in MB."""
     with tempfile.TemporaryDirectory() as folder:
-        output, peak = run(name, *flags, cwd=folder)
+        output, peak = run(name, *flags, cwd=folder, processes=processes)
         if name.startswith("benchmark/"):
             return float(output.split()[-2]), peak
         (run_dir,) = Path(folder, "runs").iterdir()

@@ -87,8 +87,7 @@ ASYNC += ["--device", "cpu"]
 R2D2 = tuple("--num-policies 1 --beta 0".split())
 BONUSES = ("min-max", "batch-mean", "long-run-mean", "zero-mean", "unit-std")
 CART = tuple("--num-steps 2".split())
-PONG = "--amp --burn-in 5 --unroll 20 --period 20 --auxiliary-steps 5 --learning-rate 2.5e-4"
-PONG = (*PONG.split(), *"--updates-per-rollout 1 --target-every 200".split())
+PONG = tuple("--amp --burn-in 5 --unroll 20 --period 20 --auxiliary-steps 5 --updates-per-rollout 1".split())
 
 MASKED = "--num-envs 16 --learning-rate 2e-3 --device cpu".split()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark import sb3, speed
+from benchmark import sb3, scaling, speed
 
 ROOT = Path(__file__).parent.parent
 ENV = os.environ | dict(PYTHONPATH=str(ROOT))
@@ -97,3 +97,43 @@ print(faults() - before)
         for keep in ([], ["keep"])
     ]
     assert count[1] < count[0] / 20
+
+
+def test_expectation_of_many_processes_by_hand():
+    """4 processes, 8 MB: 6 messages of 2 MB at 1 GB/s and 1 ms each are 18 ms, ten times in an iteration."""
+    assert scaling.allreduce_seconds(8e6, 4, 1e9, 1e-3) == pytest.approx(0.018)
+    assert scaling.expected(1000, 500, 10, 8e6, (4, 1e9, 1e-3)) == pytest.approx(4 * 500 / (0.5 + 0.18))
+    assert scaling.allreduce_seconds(8e6, 1, 1e9, 1e-3) == 0
+
+
+def test_scaling_measures_and_draws(tmp_path):
+    files = ["--csv", tmp_path / "scaling.csv", "--picture", tmp_path / "scaling.png"]
+    flags = [
+        "--scripts",
+        "ppo",
+        "--envs",
+        "2",
+        "4",
+        "--processes",
+        "1",
+        "2",
+        "--iterations",
+        "3",
+        "--rounds",
+        "1",
+    ]
+    command = [sys.executable, ROOT / "benchmark/scaling.py", *flags, *files]
+    subprocess.run(command, check=True, capture_output=True, timeout=240)
+    rows = list(csv.DictReader(files[1].open()))
+    assert [(row["what"], row["num_envs"], row["processes"]) for row in rows[:4]] == [
+        ("environments", "2", "1"),
+        ("environments", "4", "1"),
+        ("processes", "4", "1"),
+        ("processes", "8", "2"),
+    ]
+    assert all(float(row["steps_per_s"]) > 10 for row in rows) and len(rows) == 4 + len(scaling.LINKS)
+    agent = (4 + 1) * 64 + (64 + 1) * 64 + (64 + 1) * 2 + (4 + 1) * 64 + (64 + 1) * 64 + (64 + 1) * 1
+    assert int(rows[-1]["gradient_bytes"]) == 4 * agent
+    assert files[3].stat().st_size > 10_000
+    done = subprocess.run([*command, "--scripts", "ngu_r2d2"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("scaling.py: error: scaling.py times ppo")
