@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -64,6 +65,69 @@ def test_processes_log_save_stop_and_resume_as_one(tmp_path):
     run(sys.executable, ROOT / "ppo.py", "--resume", run_dir, "--total-timesteps", total)
     assert torch.load(run_dir / "checkpoint.pt")["iteration"] == iteration + 3
     assert list(Path("runs").iterdir()) == [run_dir]
+
+
+@pytest.fixture
+def nodes():
+    """Two "machines": network namespaces joined by a cable, as prefixes of commands. Needs root."""
+    ip = shutil.which("ip")
+    if not ip or subprocess.run([ip, "netns", "add", "ppo1"], capture_output=True).returncode:
+        pytest.skip("no right to make network namespaces")
+    in_namespaces = [[ip, "netns", "exec", name] for name in ("ppo1", "ppo2")]
+    try:
+        for line in (
+            "netns add ppo2",
+            "link add ppo1 netns ppo1 type veth peer name ppo2 netns ppo2",
+            *(f"-n ppo{n} addr add 10.77.0.{n}/24 dev ppo{n}" for n in (1, 2)),
+            *(f"-n ppo{n} link set {name} up" for n in (1, 2) for name in ("lo", f"ppo{n}")),
+        ):
+            subprocess.run([ip, *line.split()], check=True)
+        yield in_namespaces
+    finally:
+        for name in ("ppo1", "ppo2"):
+            subprocess.run([ip, "netns", "del", name])
+
+
+def test_two_nodes_bring_back_a_rank_that_was_killed(nodes):
+    """Two processes on each of two nodes, one killed: all begin anew from the checkpoint, up to the end.
+
+    The variable: in the store that torchrun shares, workers of a new round find addresses of dead ones.
+    """
+    run(sys.executable, ROOT / "ppo.py", "--total-timesteps", "5120", "--save-every", "10")
+    (run_dir,) = Path("runs").iterdir()
+    total, agents = 512 * 300, []
+    train = [ROOT / "ppo.py", "--resume", run_dir, "--total-timesteps", str(total), "--save-every", "10"]
+    for n, node in enumerate(nodes, 1):
+        torchrun = "--nnodes 2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d --rdzv-id ppo".split()
+        endpoint = ["--rdzv-endpoint", "10.77.0.1:29477", "--local-addr", f"10.77.0.{n}"]
+        endpoint += ["--rdzv-conf", f"is_host={n == 1}"]  # which it cannot tell by the machine's name here
+        command = [*node, sys.executable, "-m", "torch.distributed.run", *torchrun, *endpoint, *train]
+        environment = ENVIRONMENT | dict(GLOO_SOCKET_IFNAME=f"ppo{n}", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+        agents.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    try:
+        first = saved_iteration(run_dir, above=10)
+        children = subprocess.check_output(["pgrep", "-P", str(agents[1].pid)], text=True).split()
+        victim = int(children[-1])
+        os.kill(victim, signal.SIGKILL)
+        for agent in agents:
+            _, err = agent.communicate(timeout=150)
+            assert agent.returncode == 0, err[-3000:]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert 10 < first < 300 and saved_iteration(run_dir) == 300
+    steps = [step for step, _ in scalars(run_dir, "charts/SPS")]
+    assert steps == list(range(512, total + 1, 512))
+    assert list(Path("runs").iterdir()) == [run_dir]
+
+
+def saved_iteration(run_dir: Path, above: int = 0) -> int:
+    deadline = time.time() + 100
+    while (
+        iteration := torch.load(run_dir / "checkpoint.pt")["iteration"]
+    ) <= above and time.time() < deadline:
+        time.sleep(0.2)
+    return iteration
 
 
 def test_processes_must_divide_the_environments():
