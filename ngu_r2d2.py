@@ -636,7 +636,7 @@ class Curiosity(nn.Module):
 
 
 def last_transitions(batch: dict[str, Tensor], steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Observations (m, ...) of each sequence's last steps, where before and after is (2, n), actions (n,)."""
+    """Observations (m, ...) around each sequence's last steps, their places (2, n) in these, actions (n,)."""
     last = batch["mask"] & (batch["mask"].flip(0).cumsum(0).flip(0) <= steps)  # that are no padding
     rows = nn.functional.pad(last, (0, 0, 0, 1)) | nn.functional.pad(last, (0, 0, 1, 0))  # each once
     at = rows.flatten().cumsum(0).view_as(rows) - 1
@@ -773,9 +773,9 @@ class Logger:
         """Log scalars at step, and each episode, (end, return, length), at the step that ended it."""
         names = "charts/episodic_return", "charts/episodic_length"
         ended = [(end, dict(zip(names, episode, strict=True))) for end, *episode in episodes]
-        for at, values in [*ended, (step, scalars)]:  # not the explained variance of equal returns
+        for at, values in [*ended, (step, scalars)] if scalars else ended:
             finite = [Summary.Value(tag=k, simple_value=x) for k, x in values.items() if np.isfinite(x)]
-            self.writer.file_writer.add_summary(Summary(value=finite), at)
+            self.writer.file_writer.add_summary(Summary(value=finite), at)  # an event each, without NaN
         self.bar.set_postfix_str(status, refresh=False)
         self.bar.update(step - self.bar.n)
 

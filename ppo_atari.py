@@ -371,9 +371,9 @@ class Logger:
         """Log scalars at step, and each episode, (end, return, length), at the step that ended it."""
         names = "charts/episodic_return", "charts/episodic_length"
         ended = [(end, dict(zip(names, episode, strict=True))) for end, *episode in episodes]
-        for at, values in [*ended, (step, scalars)]:  # not the explained variance of equal returns
+        for at, values in [*ended, (step, scalars)] if scalars else ended:
             finite = [Summary.Value(tag=k, simple_value=x) for k, x in values.items() if np.isfinite(x)]
-            self.writer.file_writer.add_summary(Summary(value=finite), at)
+            self.writer.file_writer.add_summary(Summary(value=finite), at)  # an event each, without NaN
         self.bar.set_postfix_str(status, refresh=False)
         self.bar.update(step - self.bar.n)
 
