@@ -273,6 +273,21 @@ def test_actor_draws_and_says_with_what_probability():
     np.testing.assert_allclose(counts[1] / 2000, [0.6, 0.2, 0.2], atol=0.04)
 
 
+@pytest.mark.parametrize("bootstrap", [True, False])
+def test_actor_takes_a_time_limit_for_no_end_unless_told(bootstrap):
+    """Choice 6; Strange-v0 cuts every third episode."""
+    run = play(small(bootstrap_truncated=bootstrap), 1)
+    kinds = set()
+    for _ in range(60):
+        with torch.no_grad():
+            arrival, _, _ = run.actor.step(np.full(3, 0.5), run.rng)
+        for obs, ends, discount in zip(arrival["obs"], arrival["ends"], arrival["discounts"], strict=True):
+            is_cut = ends and obs[0] % 3 == 0
+            assert ends == (obs[0] == obs[1]) and discount == (not ends or is_cut and bootstrap)
+            kinds.add((bool(ends), bool(is_cut)))
+    assert len(kinds) == 3
+
+
 def test_policies_are_drawn_for_each_episode_and_repeat_by_seed():
     histories = [play(small(num_policies=5), 200, seed).history for seed in (1, 1, 2)]
     drawn = [[step["policy"] for h in history for step in h] for history in histories]
@@ -458,6 +473,19 @@ def test_reward_belongs_to_the_arrival_and_is_stored():
             assert r_int[step] in expected and r_int[step] > 0
 
 
+def test_novelty_is_that_of_the_arrival():
+    """Choice 1: not of the observation that was acted on, nor of the next episode's first one."""
+    run, seen = play(small(), 1), []
+    original = run.curiosity.forward
+    run.curiosity.forward = lambda obs: (seen.append(obs.clone()), original(obs))[1]
+    for _ in range(40):
+        with torch.no_grad():
+            arrival, _, _ = run.actor.step(np.full(3, 0.5), run.rng)
+        assert torch.equal(seen.pop(), torch.from_numpy(arrival["obs"])) and (arrival["obs"][:, 1] > 0).all()
+        fed = np.where(arrival["ends"], 0, arrival["r_int"])
+        np.testing.assert_array_equal(run.envs.row["r_int"], fed)
+
+
 def test_embedding_and_predictor_train():
     """Inverse dynamics of Strange-v0, whose observation names the action, become certain; the errors fall."""
     torch.manual_seed(0)
@@ -466,6 +494,9 @@ def test_embedding_and_predictor_train():
     transitions = last_transitions(tensors(batch), 5)
     optimizer = torch.optim.Adam(run.curiosity.parameters(), lr=5e-3)
     before = [x.clone() for x in run.curiosity.rnd_target.parameters()]
+    obs, places, _ = transitions
+    errors = run.curiosity.prediction_errors(obs[places[1]])  # as when acting: whitened, of arrivals
+    assert run.curiosity.loss(*transitions)[1]["rnd_loss"].item() == pytest.approx(errors.mean().item())
     infos = []
     for _ in range(150):
         optimizer.zero_grad()
@@ -509,6 +540,12 @@ def test_what_is_not_trained_stays_as_it_was(flag):
         for name, x in then.items():
             if name.startswith(names):
                 assert torch.equal(x, now[name]), name
+
+
+def test_weights_of_the_embedding_decay_and_the_agents_do_not():
+    saved = ngu_r2d2.load_checkpoint(ngu_r2d2.train(small(total_timesteps=24)))
+    decays = [saved[name]["param_groups"][0]["weight_decay"] for name in ("auxiliary", "optimizer")]
+    assert decays == [1e-5, 0]
 
 
 # === Replay ===
@@ -622,10 +659,11 @@ class Fixed(torch.nn.Module):
 
     def __init__(self, q):
         super().__init__()
-        self.q, self.at, self.num_actions = torch.nn.Parameter(q), 0, q.shape[-1]
+        self.q, self.at, self.num_actions, self.seen = torch.nn.Parameter(q), 0, q.shape[-1], []
 
     def forward(self, inputs, state):
         T = len(inputs["obs"])
+        self.seen.append(inputs)
         q = self.q[self.at : self.at + T]
         self.at = (self.at + T) % len(self.q)
         return q, state
@@ -684,7 +722,11 @@ def test_loss_by_hand(kind):
     args, batch, online, target = loss_case(target=kind)
     batch["weights"] = torch.tensor([1.0, 0.5, 0.1])
     family = [x.float() for x in policy_family(2, args.beta, args.gamma_max, args.gamma_min)]
-    loss, priorities, info = q_loss(Fixed(online), Fixed(target), batch, family, args)
+    agents = Fixed(online), Fixed(target)
+    loss, priorities, info = q_loss(*agents, batch, family, args)
+    for agent in agents:  # sees the rewards as the actor saw them, not those of the targets
+        for name in ("last_actions", "r_ext", "r_int", "policies"):
+            assert torch.equal(torch.cat([rows[name] for rows in agent.seen]), batch[name])
     targets = by_hand(args, batch, online, target)
     taken = online[:-1].gather(-1, batch["last_actions"][1:, :, None]).squeeze(-1)
     errors = targets - taken
@@ -718,6 +760,20 @@ def test_padding_counts_nowhere_and_a_time_limit_is_no_end(kind, is_cut):
     t[steps] += 1  # the value of the last observation
     loss, *_ = q_loss(Fixed(online), Fixed(t), batch, family, args)
     assert (loss.item() != results[0][0].item()) == is_cut
+
+
+@pytest.mark.parametrize("kind", ["retrace", "nstep"])
+def test_the_last_step_of_an_episode_has_its_bonus(kind):
+    args, batch, online, target = loss_case(target=kind)
+    steps, family = 5, [x.float() for x in policy_family(2, 0.3, 0.997, 0.99)]
+    batch["mask"][steps:], batch["ends"][steps], batch["discounts"][steps] = False, True, 0
+    losses = []
+    for at in (None, steps, steps + 1):
+        r_int = batch["r_int"].clone()
+        if at:
+            r_int[at] += 1
+        losses.append(q_loss(Fixed(online), Fixed(target), batch | dict(r_int=r_int), family, args)[0].item())
+    assert losses[0] == losses[2] and abs(losses[1] - losses[0]) > 1e-3
 
 
 def test_no_gradient_reaches_the_burn_in():
