@@ -839,7 +839,7 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
     nn.utils.vector_to_parameters(flat, parameters)  # the parameters become views of it
     square_avg = torch.ones_like(flat)  # RMSProp's mean of squares begins with ones, as TensorFlow's
     lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
-    run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns() // 1000}"
+    run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}"
     run_dir, first_iteration = Path("runs", run_name.replace("/", "-").replace(":", "-")), 0
     last_returns = {env_id: deque(maxlen=100) for env_id in args.env_ids}
     if args.resume:

@@ -915,7 +915,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     none, all_envs = np.zeros(N, np.float32), np.ones(N, bool)
     nothing = dict(mu=none + 1, alpha=none + 1, discounts=none + 1, ends=~all_envs)  # led to a first row
     replay = Replay(args, envs.row | nothing, args.hidden_size)
-    run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns() // 1000}"
+    run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}"
     run_dir, updates = Path("runs", run_name.replace("/", "-").replace(":", "-")), 0
     last_returns = deque(maxlen=100)  # of the policy that --evaluate plays
     modules = dict(agent=agent, target_agent=target_agent, curiosity=curiosity)

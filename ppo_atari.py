@@ -458,7 +458,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     parameters = list(agent.parameters())
     lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
     optimizer = torch.optim.Adam(parameters, lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
-    run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns() // 1000}"
+    run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}"
     run_dir, first_iteration = Path("runs", run_name.replace("/", "-").replace(":", "-")), 0
     last_returns = deque(maxlen=100)
     if args.resume:

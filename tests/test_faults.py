@@ -244,7 +244,8 @@ def no_room_for_the_run(script):
 @fault
 def two_runs_in_a_second(script):
     both = [start(script, *flags(script), number=number) for number in range(2)]
-    assert [end(process, number).code for number, process in enumerate(both)] == [0, 0]
+    ended = [end(process, number) for number, process in enumerate(both)]
+    assert [run.code for run in ended] == [0, 0], [(run.out, run.err[-600:]) for run in ended]
     assert len(os.listdir("runs")) == 2
     for run_dir in Path("runs").iterdir():
         assert_whole(script, run_dir, 6)
