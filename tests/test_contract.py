@@ -525,3 +525,16 @@ def test_both_generations_of_mujoco_run(script, env_id):
     assert (
         np.isfinite(scalars(run_dir, "losses/value_loss")).all() and len(scalars(run_dir, "charts/SPS")) == 1
     )
+
+
+def test_episodes_are_logged_at_the_steps_that_ended_them(tmp_path, monkeypatch):
+    """Scalars at the step of the log, NaN nowhere, and no event where there is nothing to log."""
+    logger = ppo.Logger(ppo.Args(), tmp_path, 0)
+    logger.log(512, {"a": 1.0, "b": np.nan}, [(100, 5.0, 7), (300, 6.0, 8)], "")
+    with monkeypatch.context() as patch:
+        patch.setattr(logger.writer.file_writer, "add_summary", lambda *_: pytest.fail("an empty event"))
+        logger.log(1024, {}, [], "")
+    logger.close()
+    assert scalars(tmp_path, "charts/episodic_return") == [(100, 5.0), (300, 6.0)]
+    assert scalars(tmp_path, "charts/episodic_length") == [(100, 7.0), (300, 8.0)]
+    assert scalars(tmp_path, "a") == [(512, 1.0)] and not scalars(tmp_path, "b")
