@@ -323,7 +323,11 @@ def encoder(shape: tuple[int, ...], num_features: int) -> nn.Sequential:
         layers = [conv(shape[0], 16, 3), relu, conv(16, 32, 3, padding=int(is_map)), relu]
         layers += [Peaks() if is_map else nn.Flatten()]
     size = nn.Sequential(*layers)(torch.zeros(1, *shape)).numel()
-    return nn.Sequential(*layers, nn.Linear(size, num_features), relu)
+    features = nn.Sequential(*layers, nn.Linear(size, num_features), relu)
+    if len(shape) == 3 and min(shape[1:]) >= 36:  # PyTorch's own: Pong's ball moves features by a 35th
+        for x in features.parameters():
+            nn.init.orthogonal_(x, 2**0.5) if x.ndim > 1 else nn.init.zeros_(x)
+    return features
 
 
 class Peaks(nn.Module):  # of each channel the maximum, wherever on a map it is, and its mean place
@@ -350,19 +354,17 @@ class Agent(nn.Module):  # differs from ppo.py: a recurrent dueling Q network of
     def forward(self, rows: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
         """Rescaled action values (T, N, num_actions) of rows (T, N, ...), and the state after them.
 
-        rows: as Envs has them, with scaled observations; episodes begin in the first alone. state: (2, N,
-        hidden_size), before it.
+        rows: as Envs has them, with scaled observations; episodes begin in the first alone. Where `used` (T, N)
+        is false, if given, is padding: it is not looked at. state: (2, N, hidden_size), before it.
         """
         obs, one_hot = rows["obs"], nn.functional.one_hot
+        used = rows.get("used", torch.ones_like(rows["starts"]))
+        x = rows["r_ext"].new_zeros(*used.shape, self.hidden_size)
         with torch.autocast(obs.device.type, torch.bfloat16, self.amp):
-            x = self.encoder(obs.flatten(0, 1))
-        x = x.float().unflatten(0, obs.shape[:2])
-        past = (
-            one_hot(rows["last_actions"], self.num_actions),
-            rows["r_ext"][..., None],
-            rows["r_int"][..., None],
-        )
-        x = torch.cat((x, *past, one_hot(rows["policies"], self.num_policies)), -1)
+            x[used] = self.encoder(obs[used]).float()
+        actions = one_hot(rows["last_actions"], self.num_actions)
+        rewards = torch.stack((rows["r_ext"], rows["r_int"]), -1)
+        x = torch.cat((x, actions, rewards, one_hot(rows["policies"], self.num_policies)), -1)
         state = state * ~rows["starts"][0, :, None]
         x, state = self.lstm(x, (state[:1].contiguous(), state[1:].contiguous()))
         advantage = self.advantage(x)
@@ -372,9 +374,7 @@ class Agent(nn.Module):  # differs from ppo.py: a recurrent dueling Q network of
 # === Algorithm ===============================================================================
 
 
-def policy_family(
-    num_policies: int, beta: float, gamma_max: float, gamma_min: float
-) -> tuple[Tensor, Tensor]:
+def policy_family(num_policies: int, beta: float, gamma_max: float, gamma_min: float) -> tuple[Tensor, ...]:
     """Weights of the intrinsic reward and discounts, (num_policies,) each; appendix A of NGU.
 
     Choice 9: the formulas divide by N - 2 and N - 1. A single policy has beta and gamma_max, two have 0 and
@@ -471,15 +471,14 @@ def rescaled(novelty: Tensor, mask: Tensor, how: Bonus) -> Tensor:
     return novelty  # scaled when it was made
 
 
-def q_loss(
-    agent: Agent, target_agent: Agent, batch: dict[str, Tensor], family: tuple[Tensor, Tensor], args: Args
-):
+def q_loss(agent: Agent, target: Agent, batch: dict[str, Tensor], family: tuple[Tensor, Tensor], args: Args):
     """Loss of sequences (L + 1, B, ...) as Replay has them, priorities (B,), and the diagnostics to log."""
     mask, policies, actions = batch["mask"], batch["policies"][0], batch["last_actions"][1:, :, None]
     betas, gammas = (x[policies] for x in family)
     batch = batch | dict(starts=torch.zeros_like(batch["ends"]))
     inputs = {k: batch[k] for k in ("last_actions", "r_ext", "r_int", "policies", "starts")}
     inputs["obs"] = scaled(batch["obs"].flatten(0, 1)).unflatten(0, batch["obs"].shape[:2])
+    inputs["used"] = nn.functional.pad(mask.flip(0).cumsum(0).flip(0) > 0, (0, 0, 1, 0), value=True)
     q, state = [], batch["state"]
     for part in slice(0, args.burn_in), slice(args.burn_in, None):
         if part.stop != 0:
@@ -487,7 +486,7 @@ def q_loss(
             q.append(outputs)  # no gradient reaches back through the state into the burn-in
     q = torch.cat(q)
     with torch.no_grad():
-        target_q = h_inv(target_agent(inputs, batch["state"])[0], args.h_eps)
+        target_q = h_inv(target(inputs, batch["state"])[0], args.h_eps)
         alpha = batch["alpha"][1:].clamp(min=1)
         r_int = rescaled(batch["r_int"][1:] / alpha, mask, args.bonus) * alpha
         rewards, discounts = batch["rewards"][1:] + betas * r_int, gammas * batch["discounts"][1:]
@@ -591,8 +590,8 @@ class Curiosity(nn.Module):
         Choice 1: the reward is that of the state arrived at, and belongs to the action that led there. It is
         compared with what was seen before it, and then remembered itself.
         """
-        args = self.args
-        embedded = self.acting_embedding(scaled(obs)).cpu().numpy()
+        args, x = self.args, scaled(obs)
+        embedded = self.acting_embedding(x).cpu().numpy()
         nearest = self.nearest(embedded)
         found = nearest[np.isfinite(nearest)]
         # choice 3: one running mean of all environments, updated before its use, kept across episodes; of the
@@ -611,8 +610,8 @@ class Curiosity(nn.Module):
         info = dict(novelty=novelty.mean(), distance=mean, memory=self.remembered.mean())
         alpha = np.ones(len(obs))
         if args.rnd:  # section 2: 1 + (error - mean) / standard deviation, in [1, rnd_max]
-            self.whitening.update(scaled(obs))
-            errors = self.prediction_errors(obs)
+            self.whitening.update(x)
+            errors = self.prediction_errors(x)
             self.errors.update(errors)
             alpha = 1 + self.errors(errors).cpu().numpy()
             info |= dict(alpha_at_least=(alpha <= 1).mean(), alpha_at_most=(alpha >= args.rnd_max).mean())
@@ -620,16 +619,17 @@ class Curiosity(nn.Module):
         info |= dict(alpha=alpha.mean(), reward=(novelty * alpha).mean())
         return (novelty * alpha).astype(np.float32), alpha.astype(np.float32), info
 
-    def prediction_errors(self, obs: Tensor) -> Tensor:
-        """Of random network distillation (n,), on whitened observations (n, ...)."""
-        x = self.whitening(scaled(obs)).clamp(-5, 5)
+    def prediction_errors(self, x: Tensor) -> Tensor:
+        """Of random network distillation (n,), on scaled observations (n, ...), whitened."""
+        x = self.whitening(x).clamp(-5, 5)
         return ((self.rnd_predictor(x) - self.rnd_target(x)) ** 2).mean(-1)
 
     def loss(self, obs: Tensor, places: Tensor, actions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Of last_transitions(): inverse dynamics, and the predictor's errors."""
-        logits = self.inverse(torch.cat(self.embedding(scaled(obs))[places].unbind(), -1))
+        x = scaled(obs)
+        logits = self.inverse(torch.cat(self.embedding(x)[places].unbind(), -1))
         inverse_loss = nn.functional.cross_entropy(logits, actions)
-        rnd_loss = self.prediction_errors(obs[places[1]]).mean()
+        rnd_loss = self.prediction_errors(x[places[1]]).mean()
         accuracy = (logits.argmax(-1) == actions).float().mean()
         info = dict(inverse_loss=inverse_loss.detach(), rnd_loss=rnd_loss.detach(), inverse_accuracy=accuracy)
         return inverse_loss + rnd_loss, info

@@ -31,18 +31,7 @@ LINKS = {  # processes, bytes a second each way, seconds a message: makers' figu
     "16 nodes, 400 Gbit/s": (16, 50e9, 10e-6),
     "16 nodes, 10 Gbit/s": (16, 1.25e9, 50e-6),
 }
-HEAD = [
-    "date",
-    "script",
-    "env_id",
-    "device",
-    "cpus",
-    "num_envs",
-    "processes",
-    "what",
-    "steps_per_s",
-    "rounds",
-]
+HEAD = "date script env_id device cpus num_envs processes what steps_per_s rounds".split()
 HEAD += ["gradient_bytes", "update_ms"]
 
 
@@ -102,22 +91,10 @@ def table(script: str, args: Args) -> list[list]:
     num_bytes, update_ms = learner(script, args.device)
 
     def add(num_envs: int, processes: int, what: str, rate: float, *more):
-        row = [
-            date.today(),
-            script,
-            env_id,
-            args.device,
-            os.cpu_count(),
-            num_envs,
-            processes,
-            what,
-            round(rate),
-        ]
-        rows.append([*row, *more])
-        print(
-            f"{script}.py, {num_envs} environments, {processes} processes, {what}: {rate:.0f} steps/s",
-            flush=True,
-        )
+        row = [date.today(), script, env_id, args.device, os.cpu_count(), num_envs, processes, what]
+        rows.append([*row, round(rate), *more])
+        where = f"{num_envs} environments, {processes} processes, {what}"
+        print(f"{script}.py, {where}: {rate:.0f} steps/s", flush=True)
 
     def rate_of(num_envs: int, processes: int) -> float:
         steps = args.iterations * num_envs * defaults.num_steps

@@ -87,7 +87,7 @@ ASYNC += ["--device", "cpu"]
 R2D2 = tuple("--num-policies 1 --beta 0".split())
 BONUSES = ("min-max", "batch-mean", "long-run-mean", "zero-mean", "unit-std")
 CART = tuple("--num-steps 2".split())
-PONG = tuple("--amp --burn-in 5 --unroll 20 --period 20 --auxiliary-steps 5 --updates-per-rollout 1".split())
+PONG = "--amp --burn-in 5 --unroll 20 --period 20 --auxiliary-steps 5 --batch-sequences 8 --target-every 100"
 
 MASKED = "--num-envs 16 --learning-rate 2e-3 --device cpu".split()
 
@@ -212,7 +212,7 @@ SUITES = {
             for task in ("DoorKey-8x8-v0", "MultiRoom-N4-S5-v1")
             for flags, variant in (((), ""), (R2D2, "r2d2"))
         ),
-        Row("ngu_r2d2", "PongNoFrameskip-v4", 1_000_000, (), PONG),
+        Row("ngu_r2d2", "PongNoFrameskip-v4", 1_000_000, (), tuple(PONG.split())),
     ],
     "bonus": [  # other scales of the episodic reward, and a weight on an episode's last reward
         Row("ngu_r2d2", "MiniGrid-DoorKey-8x8-v0", 160_000, (), tuple(flags.split()), variant)

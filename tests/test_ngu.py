@@ -790,6 +790,26 @@ def test_no_gradient_reaches_the_burn_in():
     assert reached[:9, 0].all() and not reached[:3, 1:].any() and reached[3:9, 1:].all()
 
 
+def test_observations_up_to_the_last_are_looked_at_and_no_padding():
+    """Whatever stands there; the last one of an episode that was cut counts."""
+    args, batch, *_ = loss_case(burn_in=3)
+    envs, steps = Envs(args, 3, 2, 1), 5
+    torch.manual_seed(0)
+    agent, target = Agent(envs.envs, args), Agent(envs.envs, args)
+    family = [x.float() for x in policy_family(2, 0.3, 0.997, 0.99)]
+    batch["mask"][steps:, 0], batch["mask"][:3, 1], batch["ends"][steps, 0] = False, False, True
+
+    def loss_with(t, n, value):
+        obs = batch["obs"].clone()
+        obs[t, n] = value
+        return q_loss(agent, target, batch | dict(obs=obs), family, args)[0].item()
+
+    loss = q_loss(agent, target, batch, family, args)[0].item()
+    for n, rows in (0, range(steps + 1)), (1, range(args.length + 1)):
+        assert all(loss_with(t, n, 1.5) != loss for t in rows), n
+    assert loss_with(slice(steps + 1, None), 0, torch.nan) == loss
+
+
 def test_reward_of_a_transition_does_not_depend_on_its_batch():
     novelty = torch.rand(5, 4)
     alone = rescaled(novelty[:, :1], torch.ones(5, 1) > 0, "calibrated")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark import sb3, scaling, speed
+from benchmark import sb3, scaling, soak, speed
 
 ROOT = Path(__file__).parent.parent
 ENV = os.environ | dict(PYTHONPATH=str(ROOT))
@@ -108,20 +108,7 @@ def test_expectation_of_many_processes_by_hand():
 
 def test_scaling_measures_and_draws(tmp_path):
     files = ["--csv", tmp_path / "scaling.csv", "--picture", tmp_path / "scaling.png"]
-    flags = [
-        "--scripts",
-        "ppo",
-        "--envs",
-        "2",
-        "4",
-        "--processes",
-        "1",
-        "2",
-        "--iterations",
-        "3",
-        "--rounds",
-        "1",
-    ]
+    flags = "--scripts ppo --envs 2 4 --processes 1 2 --iterations 3 --rounds 1".split()
     command = [sys.executable, ROOT / "benchmark/scaling.py", *flags, *files]
     subprocess.run(command, check=True, capture_output=True, timeout=240)
     rows = list(csv.DictReader(files[1].open()))
@@ -137,3 +124,51 @@ def test_scaling_measures_and_draws(tmp_path):
     assert files[3].stat().st_size > 10_000
     done = subprocess.run([*command, "--scripts", "ngu_r2d2"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("scaling.py: error: scaling.py times ppo")
+
+
+def test_growth_by_hand():
+    """Of 60 rows, from the sixth, which ends the first tenth, to the last."""
+    rows = [[minute, "ppo", 100 + minute, 9] for minute in range(1, 61)]
+    more, threads = soak.growth(rows)
+    assert more == pytest.approx(160 / 106 - 1) and threads == 0
+    assert soak.growth([*rows[:-1], [60, "ppo", 106, 10]]) == (0, 1)
+
+
+@pytest.mark.parametrize("what", ["memory", "threads"])
+def test_a_run_that_grows_is_seen(what, tmp_path, monkeypatch):
+    """In the child of a process, too; and a flat one is flat."""
+    more = (
+        "kept.append(b'x' * 10**7)"
+        if what == "memory"
+        else "threading.Thread(target=time.sleep, args=[99]).start()"
+    )
+    child = (
+        f"import threading, time; kept = []\nfor _ in range(8):\n    time.sleep(0.2); {more}\ntime.sleep(99)"
+    )
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    process = soak.psutil.Popen([sys.executable, "-c", parent])
+    try:
+        rows = []
+        for part in range(soak.PARTS):
+            soak.time.sleep(0.05)
+            rows.append([part, "x", *soak.sample(process)])
+        memory, threads = soak.growth(rows)
+        assert (memory > 1) == (what == "memory") and (threads > 3) == (what == "threads")
+    finally:
+        for x in (*process.children(), process):
+            x.kill()
+
+
+def test_an_hour_in_seconds(tmp_path):
+    flags = ["ppo", "ppo_shared", "--minutes", "0.4", "--csv", tmp_path / "soak.csv"]
+    command = [sys.executable, ROOT / "benchmark/soak.py", *flags]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=ENV | dict(TMPDIR=str(tmp_path))
+    )
+    lines = done.stdout.splitlines()[1:]
+    assert [line.split(".py: ")[0] for line in lines] == ["ppo", "ppo_shared"], done.stdout + done.stderr
+    assert all(int(line.split()[1]) > 0 and line.endswith("ended with 143") for line in lines)
+    table = list(csv.DictReader((tmp_path / "soak.csv").open()))
+    assert len(table) == 2 * soak.PARTS and all(float(row["resident_mb"]) > 20 for row in table)
+    done = subprocess.run([*command, "pppo"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("soak.py: error: no script pppo")
