@@ -354,8 +354,8 @@ class Agent(nn.Module):  # differs from ppo.py: a recurrent dueling Q network of
     def forward(self, rows: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
         """Rescaled action values (T, N, num_actions) of rows (T, N, ...), and the state after them.
 
-        rows: as Envs has them, with scaled observations; episodes begin in the first alone. Where `used` (T, N)
-        is false, if given, is padding: it is not looked at. state: (2, N, hidden_size), before it.
+        rows: as Envs has them, with scaled observations; episodes begin in the first alone. Where `used`, if
+        given, is false, is padding, which is not looked at. state: (2, N, hidden_size), before it.
         """
         obs, one_hot = rows["obs"], nn.functional.one_hot
         used = rows.get("used", torch.ones_like(rows["starts"]))
