@@ -503,8 +503,8 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         # 3. update
         for _ in range(args.update_epochs):
             shuffled = torch.randperm(T * N, device=args.device)  # detail 6: shuffled minibatches
-            for indices in shuffled.chunk(args.num_minibatches):
-                infos.append(update({name: x.index_select(0, indices) for name, x in data.items()}, clip))
+            parts = (x.index_select(0, shuffled).chunk(args.num_minibatches) for x in data.values())
+            infos += [update(dict(zip(data, x, strict=True)), clip) for x in zip(*parts, strict=True)]
             if args.target_kl is not None:  # auxiliary detail 3: early stopping
                 if over_processes("SUM", infos[-1]["approx_kl"]) / WORLD_SIZE > args.target_kl:
                     break
