@@ -95,6 +95,8 @@ class Run:
                 self.train(lock, stopping)
 
     def train(self, lock, stopping: threading.Event):
+        if self.args.stop_at and self.run_dir() and self.progress() >= self.steps:
+            return self.finish(0)  # it was stopped by hand, beyond
         resume = ["--resume", str(self.run_dir().relative_to(self.folder))] if self.run_dir() else []
         environment = os.environ | dict(OMP_NUM_THREADS=str(self.args.threads), PYTHONPATH=str(ROOT))
         start = time.time()

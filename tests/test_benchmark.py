@@ -83,6 +83,11 @@ def test_stop_at_ends_a_run_early_on_its_full_schedule():
     assert 20_000 <= int(episodes[-1]["step"]) + 500
     (run_dir,) = Path("work/CartPole-v1__ppo__1/runs").iterdir()
     assert scalars(run_dir, "charts/learning_rate")[-1][1] > 2.4e-4  # of 50 million steps
+    for path in Path("results").iterdir():
+        path.unlink()
+    flags[-1] = 10_000  # as if it had been stopped by hand
+    subprocess.run(command(*flags), check=True, capture_output=True, timeout=200)
+    assert rows("results/CartPole-v1__ppo__1.csv") == episodes and len(rows()) == 1
 
 
 def result(values, steps=500_000, row=None, published=(490.0, 6.0)):
