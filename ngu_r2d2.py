@@ -351,20 +351,23 @@ class Agent(nn.Module):  # differs from ppo.py: a recurrent dueling Q network of
         """Hidden and cell state (2, N, hidden_size)."""
         return self.value[0].weight.new_zeros(2, num_envs, self.hidden_size)
 
+    def features(self, obs: Tensor, where: Tensor) -> Tensor:
+        """Of scaled observations (n, ...): (T, N, hidden_size), at the n places where (T, N) is true."""
+        # zeros elsewhere: when episodes are short, half of all rows are padding
+        x = torch.zeros(*where.shape, self.hidden_size, device=obs.device)
+        with torch.autocast(obs.device.type, torch.bfloat16, self.amp):
+            x[where] = self.encoder(obs).float()
+        return x
+
     def forward(self, rows: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
         """Rescaled action values (T, N, num_actions) of rows (T, N, ...), and the state after them.
 
-        rows: as Envs has them, with scaled observations; episodes begin in the first alone. Where `used`, if
-        given, is false, is padding, which is not looked at. state: (2, N, hidden_size), before it.
+        rows: as Envs has them, with features() of their observations; episodes begin in the first alone.
+        state: (2, N, hidden_size), before it.
         """
-        obs, one_hot = rows["obs"], nn.functional.one_hot
-        used = rows.get("used", torch.ones_like(rows["starts"]))
-        x = rows["r_ext"].new_zeros(*used.shape, self.hidden_size)
-        with torch.autocast(obs.device.type, torch.bfloat16, self.amp):
-            x[used] = self.encoder(obs[used]).float()
+        one_hot, rewards = nn.functional.one_hot, torch.stack((rows["r_ext"], rows["r_int"]), -1)
         actions = one_hot(rows["last_actions"], self.num_actions)
-        rewards = torch.stack((rows["r_ext"], rows["r_int"]), -1)
-        x = torch.cat((x, actions, rewards, one_hot(rows["policies"], self.num_policies)), -1)
+        x = torch.cat((rows["features"], actions, rewards, one_hot(rows["policies"], self.num_policies)), -1)
         state = state * ~rows["starts"][0, :, None]
         x, state = self.lstm(x, (state[:1].contiguous(), state[1:].contiguous()))
         advantage = self.advantage(x)
@@ -477,8 +480,9 @@ def q_loss(agent: Agent, target: Agent, batch: dict[str, Tensor], family: tuple[
     betas, gammas = (x[policies] for x in family)
     batch = batch | dict(starts=torch.zeros_like(batch["ends"]))
     inputs = {k: batch[k] for k in ("last_actions", "r_ext", "r_int", "policies", "starts")}
-    inputs["obs"] = scaled(batch["obs"].flatten(0, 1)).unflatten(0, batch["obs"].shape[:2])
-    inputs["used"] = nn.functional.pad(mask.flip(0).cumsum(0).flip(0) > 0, (0, 0, 1, 0), value=True)
+    seen = nn.functional.pad(mask.flip(0).cumsum(0).flip(0) > 0, (0, 0, 1, 0), value=True)  # no padding
+    obs = scaled(batch["obs"][seen])
+    inputs["features"] = agent.features(obs, seen)
     q, state = [], batch["state"]
     for part in slice(0, args.burn_in), slice(args.burn_in, None):
         if part.stop != 0:
@@ -486,6 +490,7 @@ def q_loss(agent: Agent, target: Agent, batch: dict[str, Tensor], family: tuple[
             q.append(outputs)  # no gradient reaches back through the state into the burn-in
     q = torch.cat(q)
     with torch.no_grad():
+        inputs["features"] = target.features(obs, seen)
         target_q = h_inv(target(inputs, batch["state"])[0], args.h_eps)
         alpha = batch["alpha"][1:].clamp(min=1)
         r_int = rescaled(batch["r_int"][1:] / alpha, mask, args.bonus) * alpha
@@ -528,15 +533,15 @@ class RunningNorm(nn.Module):
 
     def update(self, x: Tensor):
         """With a batch (n, ...)."""
-        n, delta = len(x), x.mean(0) - self.mean
-        total = self.count + n
-        m2 = self.var * self.count + x.var(0, unbiased=False) * n + delta**2 * self.count * n / total
+        n, mean, total = len(x), x.mean(0), self.count + len(x)
+        delta, var = mean - self.mean, ((x - mean) ** 2).mean(0)  # var() takes ten times as long
+        m2 = self.var * self.count + var * n + delta**2 * self.count * n / total
         self.mean += delta * n / total
         self.var.copy_(m2 / total)
         self.count.copy_(total.clamp(max=self.horizon))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x - self.mean) / (self.var + 1e-8).sqrt()
+        return (x - self.mean).div_((self.var + 1e-8).sqrt())
 
 
 class Curiosity(nn.Module):
@@ -548,12 +553,10 @@ class Curiosity(nn.Module):
         self.embedding, self.acting_embedding = (encoder(shape, 32) for _ in range(2))
         self.inverse = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, num_actions))
         self.rnd_target, self.rnd_predictor = (encoder(shape, 128)[:-1] for _ in range(2))
-        for module in (self.embedding, self.inverse):
-            module.requires_grad_(args.train_embedding)
+        nn.ModuleList((self.embedding, self.inverse)).requires_grad_(args.train_embedding)
         self.rnd_predictor.requires_grad_(args.rnd)
-        for module in (self.rnd_target, self.acting_embedding):
-            module.requires_grad_(False)
-        self.whitening = RunningNorm(*shape)
+        nn.ModuleList((self.rnd_target, self.acting_embedding)).requires_grad_(False)
+        self.whitening = RunningNorm(1, *shape).to(memory_format=torch.channels_last)  # as what it whitens
         self.errors, self.novelties = RunningNorm(horizon=2e3), RunningNorm()
         self.register_buffer("distances", torch.zeros(2))  # sum and number
         self.memory = np.zeros((num_envs, args.memory_size, 32), np.float32)
@@ -621,7 +624,7 @@ class Curiosity(nn.Module):
 
     def prediction_errors(self, x: Tensor) -> Tensor:
         """Of random network distillation (n,), on scaled observations (n, ...), whitened."""
-        x = self.whitening(x).clamp(-5, 5)
+        x = self.whitening(x).clamp_(-5, 5)
         return ((self.rnd_predictor(x) - self.rnd_target(x)) ** 2).mean(-1)
 
     def loss(self, obs: Tensor, places: Tensor, actions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -658,17 +661,16 @@ class Replay:  # differs from impala_vtrace.py: cuts its sequences from episodes
         self.args, self.size, N = args, args.length + 1, len(row["obs"])
         self.capacity = args.replay_steps // args.period
         like = {name: x for name, x in row.items() if name != "starts"}
-        self.windows = {name: self.room(N, x) for name, x in like.items()}  # of the episodes being played
-        self.fields = {name: self.room(self.capacity, x) for name, x in like.items()}
+        self.windows, self.fields = (  # of the episodes being played, of all that is kept
+            {name: np.zeros((self.size, number, *x.shape[1:]), x.dtype) for name, x in like.items()}
+            for number in (N, self.capacity)
+        )
         self.fields["rewards"] = np.zeros_like(self.fields["r_ext"])
         self.fields["mask"] = np.zeros((args.length, self.capacity), bool)
         self.fields["state"] = np.zeros((2, self.capacity, hidden_size), np.float32)
         self.states = np.zeros((args.length // args.period + 1, 2, N, hidden_size), np.float32)
         self.filled, self.first = np.zeros(N, np.int64), np.ones(N, bool)  # rows of a window; of the episode?
         self.priorities, self.added = np.zeros(self.capacity), 0
-
-    def room(self, number: int, like: np.ndarray) -> np.ndarray:
-        return np.zeros((self.size, number, *like.shape[1:]), like.dtype)
 
     @property
     def num_bytes(self) -> int:
@@ -847,6 +849,8 @@ class Actor:  # differs from impala_vtrace.py: one group, epsilon-greedy, with n
 
     def __init__(self, args: Args, envs: Envs, agent: Agent, curiosity: Curiosity):
         self.args, self.envs, self.agent, self.curiosity = args, envs, agent, curiosity
+        if envs.row["obs"].ndim == 2 or envs.row["obs"].shape[-1] < 16:
+            torch.set_num_threads(1)  # the networks are small: a second thread only costs
         self.state = agent.initial_state(len(envs.row["obs"]))
         self.stall_limit = StallLimit(args.env_id, args.stall_seconds)
         self.begin(envs.row["starts"])
@@ -863,7 +867,7 @@ class Actor:  # differs from impala_vtrace.py: one group, epsilon-greedy, with n
         """
         row, A = self.envs.row, self.agent.num_actions
         inputs = {name: torch.as_tensor(x, device=self.args.device)[None] for name, x in row.items()}
-        inputs["obs"] = scaled(inputs["obs"][0])[None]
+        inputs["features"] = self.agent.features(scaled(inputs["obs"][0]), torch.ones_like(inputs["starts"]))
         q, self.state = self.agent(inputs, self.state)
         greedy = q[0].argmax(-1).cpu().numpy()
         actions = np.where(rng.random(len(greedy)) < epsilon, rng.integers(A, size=len(greedy)), greedy)
@@ -901,8 +905,6 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     seed = args.seed + first_step + RANK * N  # a resumed run begins new episodes
     with StallLimit(args.env_id, args.stall_seconds):
         envs = Envs(args, N, args.num_policies, seed)
-    if envs.row["obs"].ndim == 2 or envs.row["obs"].shape[-1] < 16:
-        torch.set_num_threads(1)  # the networks are small: a second thread only costs
     agent = Agent(envs.envs, args).to(args.device)
     target_agent = deepcopy(agent)
     curiosity = Curiosity(envs.envs, args, N).to(args.device)
@@ -1046,8 +1048,6 @@ def evaluate(args: Args) -> list[float]:
         curiosity.load_state_dict(checkpoint["curiosity"])
     except RuntimeError as error:
         fail(f"the agent of {args.evaluate} does not fit {args.env_id}: {error}")
-    if envs.row["obs"].ndim == 2 or envs.row["obs"].shape[-1] < 16:
-        torch.set_num_threads(1)  # the networks are small: a second thread only costs
     actor, rng, returns = Actor(args, envs, agent, curiosity), np.random.default_rng(seed), []
     while len(returns) < args.eval_episodes:
         _, ended, _ = actor.step(np.full(1, args.eval_epsilon), rng)

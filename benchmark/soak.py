@@ -85,6 +85,7 @@ def main():
     for script in args.scripts:
         (folder / script).mkdir()
         flags = shlex.split(f"{TASKS[script]} --device cpu --total-timesteps 1000000000")
+        flags += ["--stall-seconds", "600"]  # all nine begin at once, on the same cores
         with open(folder / script / "log.txt", "w") as log:
             command = [sys.executable, str(ROOT / f"{script}.py"), *flags]
             pipes = dict(cwd=folder / script, stdout=log, stderr=subprocess.STDOUT, env=environment)

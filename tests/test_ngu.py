@@ -263,7 +263,7 @@ def test_actor_draws_and_says_with_what_probability():
         epsilon, counts, likely = np.array([0.0, 0.6]), np.zeros((2, 3)), set()
         q = torch.tensor([[[0.0, 2.0, 1.0], [3.0, 1.0, 2.0]]])
         run.actor.agent = lambda inputs, state: (q, state)
-        run.actor.agent.num_actions = 3
+        run.actor.agent.num_actions, run.actor.agent.features = 3, lambda obs, where: obs
         for _ in range(2000):
             arrival, _, _ = run.actor.step(epsilon, run.rng)
             for n, action in enumerate(arrival["last_actions"]):
@@ -594,9 +594,10 @@ def test_stored_sequences_give_the_values_that_the_actor_saw():
     """Inputs, stored states and resets of training are those of acting, at every step that is trained on."""
     run = play(small(replay_steps=4000), 300)
     batch = tensors({name: x[:, : len(run.replay)] for name, x in run.replay.fields.items()})
-    inputs = {k: batch[k] for k in ("obs", "last_actions", "r_ext", "r_int", "policies")}
+    inputs = {k: batch[k] for k in ("last_actions", "r_ext", "r_int", "policies")}
     inputs["starts"] = torch.zeros_like(batch["ends"])
     with torch.no_grad():
+        inputs["features"] = run.agent.features(batch["obs"].flatten(0, 1), torch.ones_like(inputs["starts"]))
         q, _ = run.agent(inputs, batch["state"])
     acted = {}
     for steps in run.history:
@@ -671,8 +672,11 @@ class Fixed(torch.nn.Module):
         super().__init__()
         self.q, self.at, self.num_actions, self.seen = torch.nn.Parameter(q), 0, q.shape[-1], []
 
+    def features(self, obs, where):
+        return torch.zeros(where.shape)
+
     def forward(self, inputs, state):
-        T = len(inputs["obs"])
+        T = len(inputs["features"])
         self.seen.append(inputs)
         q = self.q[self.at : self.at + T]
         self.at = (self.at + T) % len(self.q)
