@@ -88,10 +88,20 @@ def connect(args: Suite | Population):
     options |= dict(logging_level="error", log_to_driver=False)
     if args.ray_address == "local":
         options |= dict(num_cpus=args.workers * args.threads, include_dashboard=False)
+
+    def give_up():
+        print(f"tune.py: error: --ray-address {args.ray_address}: no answer in 25 s", file=sys.stderr)
+        os._exit(2)
+
+    patience = threading.Timer(25, give_up)  # Ray's own is two minutes
+    if args.ray_address != "local":
+        patience.start()
     try:
         ray.init(args.ray_address, **options)
-    except ConnectionError as error:
+    except (ConnectionError, ValueError) as error:
         fail(f"--ray-address {args.ray_address}: {error}")
+    finally:
+        patience.cancel()
     return ray
 
 

@@ -163,3 +163,13 @@ def test_mistakes(flags, message, monkeypatch, capsys):
         tune.main()
     error = capsys.readouterr().err
     assert error.startswith(f"tune.py: error: {message}") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "nonsense"])
+def test_a_cluster_that_does_not_answer(address):
+    """Is said within half a minute; Ray by itself waits for two."""
+    pytest.importorskip("ray")
+    flags = command("tune", "classic", "--seeds", 1, "--ray-address", address)
+    done = subprocess.run(flags, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and f"tune.py: error: --ray-address {address}: " in done.stderr
+    assert not Path("tune_results").exists()
