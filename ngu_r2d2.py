@@ -480,7 +480,7 @@ def q_loss(agent: Agent, target: Agent, batch: dict[str, Tensor], family: tuple[
     betas, gammas = (x[policies] for x in family)
     batch = batch | dict(starts=torch.zeros_like(batch["ends"]))
     inputs = {k: batch[k] for k in ("last_actions", "r_ext", "r_int", "policies", "starts")}
-    seen = nn.functional.pad(mask.flip(0).cumsum(0).flip(0) > 0, (0, 0, 1, 0), value=True)  # no padding
+    seen = nn.functional.pad(mask.flip(0).cumsum(0).flip(0), (0, 0, 1, 0), value=1) > 0  # no padding
     obs = scaled(batch["obs"][seen])
     inputs["features"] = agent.features(obs, seen)
     q, state = [], batch["state"]
