@@ -305,11 +305,6 @@ def scaled(obs: Tensor) -> Tensor:
     return nn.functional.embedding(obs.movedim(1, -1).int().clamp(max=10), one_hot).flatten(-2).movedim(-1, 1)
 
 
-def scaled_shape(envs: gym.vector.VectorEnv) -> tuple[int, ...]:
-    space = envs.single_observation_space
-    return scaled(torch.from_numpy(np.zeros((1, *space.shape), space.dtype))).shape[1:]
-
-
 def encoder(shape: tuple[int, ...], num_features: int) -> nn.Sequential:
     """Features of scaled observations: images, grids such as MiniGrid's 7 x 7, or vectors."""
     conv, relu = nn.Conv2d, nn.ReLU(inplace=True)
@@ -342,7 +337,8 @@ class Agent(nn.Module):  # differs from ppo.py: a recurrent dueling Q network of
         super().__init__()
         self.num_actions, self.num_policies = int(envs.single_action_space.n), args.num_policies
         self.amp, self.hidden_size, size = args.amp, args.hidden_size, args.hidden_size
-        self.encoder = encoder(scaled_shape(envs), size)
+        shape = scaled(torch.as_tensor(envs.single_observation_space.sample())[None]).shape[1:]
+        self.encoder = encoder(shape, size)
         self.lstm = nn.LSTM(size + self.num_actions + 2 + args.num_policies, size)
         self.value = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, 1))
         self.advantage = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, self.num_actions))
@@ -352,8 +348,7 @@ class Agent(nn.Module):  # differs from ppo.py: a recurrent dueling Q network of
         return self.value[0].weight.new_zeros(2, num_envs, self.hidden_size)
 
     def features(self, obs: Tensor, where: Tensor) -> Tensor:
-        """Of scaled observations (n, ...): (T, N, hidden_size), at the n places where (T, N) is true."""
-        # zeros elsewhere: when episodes are short, half of all rows are padding
+        """Of scaled observations (n, ...), (T, N, hidden_size), 0 but at the n places where (T, N) is true."""
         x = torch.zeros(*where.shape, self.hidden_size, device=obs.device)
         with torch.autocast(obs.device.type, torch.bfloat16, self.amp):
             x[where] = self.encoder(obs).float()
@@ -474,13 +469,19 @@ def rescaled(novelty: Tensor, mask: Tensor, how: Bonus) -> Tensor:
     return novelty  # scaled when it was made
 
 
+def rounded(where: Tensor, multiple: int = 32) -> Tensor:
+    """With more places, up to a multiple: oneDNN compiles a convolution for every new number of images."""
+    where.view(-1)[(~where).flatten().nonzero()[: -int(where.sum()) % multiple]] = True
+    return where
+
+
 def q_loss(agent: Agent, target: Agent, batch: dict[str, Tensor], family: tuple[Tensor, Tensor], args: Args):
     """Loss of sequences (L + 1, B, ...) as Replay has them, priorities (B,), and the diagnostics to log."""
     mask, policies, actions = batch["mask"], batch["policies"][0], batch["last_actions"][1:, :, None]
     betas, gammas = (x[policies] for x in family)
     batch = batch | dict(starts=torch.zeros_like(batch["ends"]))
     inputs = {k: batch[k] for k in ("last_actions", "r_ext", "r_int", "policies", "starts")}
-    seen = nn.functional.pad(mask.flip(0).cumsum(0).flip(0), (0, 0, 1, 0), value=1) > 0  # no padding
+    seen = rounded(nn.functional.pad(mask.flip(0).cumsum(0).flip(0), (0, 0, 1, 0), value=1) > 0)  # no padding
     obs = scaled(batch["obs"][seen])
     inputs["features"] = agent.features(obs, seen)
     q, state = [], batch["state"]
@@ -549,7 +550,8 @@ class Curiosity(nn.Module):
 
     def __init__(self, envs: gym.vector.VectorEnv, args: Args, num_envs: int):
         super().__init__()
-        self.args, shape, num_actions = args, scaled_shape(envs), int(envs.single_action_space.n)
+        shape = scaled(torch.as_tensor(envs.single_observation_space.sample())[None]).shape[1:]
+        self.args, num_actions = args, int(envs.single_action_space.n)
         self.embedding, self.acting_embedding = (encoder(shape, 32) for _ in range(2))
         self.inverse = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, num_actions))
         self.rnd_target, self.rnd_predictor = (encoder(shape, 128)[:-1] for _ in range(2))
@@ -632,7 +634,7 @@ class Curiosity(nn.Module):
         x = scaled(obs)
         logits = self.inverse(torch.cat(self.embedding(x)[places].unbind(), -1))
         inverse_loss = nn.functional.cross_entropy(logits, actions)
-        rnd_loss = self.prediction_errors(x[places[1]]).mean()
+        rnd_loss = self.prediction_errors(x)[places[1]].mean()
         accuracy = (logits.argmax(-1) == actions).float().mean()
         info = dict(inverse_loss=inverse_loss.detach(), rnd_loss=rnd_loss.detach(), inverse_accuracy=accuracy)
         return inverse_loss + rnd_loss, info
@@ -641,7 +643,7 @@ class Curiosity(nn.Module):
 def last_transitions(batch: dict[str, Tensor], steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """Observations (m, ...) around each sequence's last steps, their places (2, n) in these, actions (n,)."""
     last = batch["mask"] & (batch["mask"].flip(0).cumsum(0).flip(0) <= steps)  # that are no padding
-    rows = nn.functional.pad(last, (0, 0, 0, 1)) | nn.functional.pad(last, (0, 0, 1, 0))  # each once
+    rows = rounded(nn.functional.pad(last, (0, 0, 0, 1)) | nn.functional.pad(last, (0, 0, 1, 0)))  # each once
     at = rows.flatten().cumsum(0).view_as(rows) - 1
     return batch["obs"][rows], torch.stack((at[:-1][last], at[1:][last])), batch["last_actions"][1:][last]
 
@@ -660,11 +662,9 @@ class Replay:  # differs from impala_vtrace.py: cuts its sequences from episodes
     def __init__(self, args: Args, row: dict[str, np.ndarray], hidden_size: int):
         self.args, self.size, N = args, args.length + 1, len(row["obs"])
         self.capacity = args.replay_steps // args.period
-        like = {name: x for name, x in row.items() if name != "starts"}
-        self.windows, self.fields = (  # of the episodes being played, of all that is kept
-            {name: np.zeros((self.size, number, *x.shape[1:]), x.dtype) for name, x in like.items()}
-            for number in (N, self.capacity)
-        )
+        row = {name: x for name, x in row.items() if name != "starts"}
+        self.windows = {k: np.zeros((self.size, N, *x.shape[1:]), x.dtype) for k, x in row.items()}
+        self.fields = {k: np.zeros((self.size, self.capacity, *x.shape[1:]), x.dtype) for k, x in row.items()}
         self.fields["rewards"] = np.zeros_like(self.fields["r_ext"])
         self.fields["mask"] = np.zeros((args.length, self.capacity), bool)
         self.fields["state"] = np.zeros((2, self.capacity, hidden_size), np.float32)
