@@ -348,7 +348,7 @@ class Agent(nn.Module):  # differs from ppo.py: a recurrent dueling Q network of
         return self.value[0].weight.new_zeros(2, num_envs, self.hidden_size)
 
     def features(self, obs: Tensor, where: Tensor) -> Tensor:
-        """Of scaled observations (n, ...), (T, N, hidden_size), 0 but at the n places where (T, N) is true."""
+        """(T, N, hidden_size) of scaled observations (n, ...) at the n places that are true, else 0."""
         x = torch.zeros(*where.shape, self.hidden_size, device=obs.device)
         with torch.autocast(obs.device.type, torch.bfloat16, self.amp):
             x[where] = self.encoder(obs).float()
