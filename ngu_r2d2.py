@@ -919,15 +919,16 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     replay = Replay(args, envs.row | nothing, args.hidden_size)
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}"
     run_dir, updates = Path("runs", run_name.replace("/", "-").replace(":", "-")), 0
-    last_returns = deque(maxlen=100)  # of the policy that --evaluate plays
+    last_returns = deque(checkpoint.get("last_returns", ()), 100)  # of the policy that --evaluate plays
     modules = dict(agent=agent, target_agent=target_agent, curiosity=curiosity)
     modules |= dict(optimizer=optimizer, auxiliary=auxiliary)
     modules |= dict(replay=replay) if args.save_replay else {}
     if args.resume:
         run_dir, updates = Path(args.resume), checkpoint["updates"]
-        last_returns.extend(checkpoint["last_returns"])
         for name in modules.keys() & checkpoint.keys():
             modules[name].load_state_dict(checkpoint[name])
+        optimizer.param_groups[0] |= dict(lr=args.learning_rate, eps=args.adam_eps)  # flags may change them
+        auxiliary.param_groups[0] |= dict(lr=args.auxiliary_lr, eps=args.adam_eps)
     actor = Actor(args, envs, agent, curiosity)
     if RANK == 0:
         logger = Logger(args, run_dir, first_step)
@@ -939,8 +940,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         loss.backward()
         parameters = [x for x in optimizer.param_groups[0]["params"] if x.grad is not None]
         for parameter in parameters if WORLD_SIZE > 1 else ():  # averaged over the processes of torchrun
-            torch.distributed.all_reduce(parameter.grad)
-            parameter.grad /= WORLD_SIZE
+            torch.distributed.all_reduce(parameter.grad.div_(WORLD_SIZE))
         nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
         optimizer.step()
 

@@ -367,11 +367,11 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) ->
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)  # detail 8: clipped surrogate objective
     pg_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
-    v_loss = (value - batch["returns"]) ** 2
-    if args.clip_vloss:  # detail 9: value loss clipping
-        clipped_value = value.clamp(batch["values"] - clip, batch["values"] + clip)
-        v_loss = torch.max(v_loss, (clipped_value - batch["returns"]) ** 2)
-    v_loss = 0.5 * v_loss.mean()
+    error = value - batch["returns"]
+    if args.clip_vloss:  # detail 9: value loss clipping: the larger of both errors counts
+        clipped_error = value.clamp(batch["values"] - clip, batch["values"] + clip) - batch["returns"]
+        error = torch.where(clipped_error.abs() > error.abs(), clipped_error, error)
+    v_loss = 0.5 * (error * error).mean()  # a product, as autograd takes longer for a power
     entropy = dist.entropy().mean()
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss  # detail 10: overall loss
     with torch.no_grad():  # detail 12: debug variables; KL as in http://joschu.net/blog/kl-approx.html
@@ -720,8 +720,7 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
         optimizer.zero_grad()
         loss.backward()
         for parameter in parameters if WORLD_SIZE > 1 else ():  # auxiliary detail 2: parallel gradients
-            torch.distributed.all_reduce(parameter.grad)
-            parameter.grad /= WORLD_SIZE
+            torch.distributed.all_reduce(parameter.grad.div_(WORLD_SIZE))
         nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)  # detail 11: gradient clipping
         optimizer.step()
         return info
@@ -734,9 +733,8 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
     for iteration in range(first_iteration, args.num_iterations):
         # seeded anew in every iteration, so that there is no random state to save and resume
         torch.manual_seed(int(np.random.SeedSequence((args.seed, iteration, RANK)).generate_state(1)[0]))
-        frac = 1 - iteration / args.num_iterations
-        if args.anneal_lr:  # detail 4: learning rate annealing
-            optimizer.param_groups[0]["lr"].fill_(args.learning_rate * frac)
+        frac = 1 - iteration / args.num_iterations  # detail 4: learning rate annealing
+        optimizer.param_groups[0]["lr"].fill_(args.learning_rate * (frac if args.anneal_lr else 1))
         clip = args.clip_coef * (frac if args.anneal_clip else 1)  # auxiliary detail 1: clip range annealing
         step, infos = (iteration + 1) * args.batch_size, []
 

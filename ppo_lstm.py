@@ -142,20 +142,18 @@ def parse_args() -> Args:  # differs from ppo.py: minibatches of whole environme
 class SyncEnvs(gym.vector.VectorEnv):
     """Environments that step in turn, each reset within the step that ends its episode.
 
-    info has, where episodes ended, final_obs (N, ...), and their returns and lengths in final_info. As other
-    infos are not gathered, it takes a seventh less of CartPole's time than gymnasium's SyncVectorEnv. What it
-    returns is written over by the next step.
+    info has, where episodes ended, final_obs (N, ...), and their returns and lengths in final_info. Other
+    infos are not gathered, which saves time; what is returned is written over by the next step.
     """
 
     def __init__(self, envs: list[gym.Env]):
-        self.envs, self.num_envs = envs, (num_envs := len(envs))
-        self.single_observation_space = envs[0].observation_space
-        self.single_action_space = envs[0].action_space
-        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
-        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
-        self.obs = gym.vector.utils.create_empty_array(self.single_observation_space, num_envs)
-        self.rewards, self.returns, self.lengths = np.zeros((3, num_envs))
-        self.terminated, self.truncated = np.zeros((2, num_envs), bool)
+        self.envs, self.num_envs = envs, (n := len(envs))
+        spaces = envs[0].observation_space, envs[0].action_space
+        self.single_observation_space, self.single_action_space = spaces
+        self.observation_space, self.action_space = (gym.vector.utils.batch_space(x, n) for x in spaces)
+        self.obs = gym.vector.utils.create_empty_array(self.single_observation_space, n)
+        self.rewards, self.returns, self.lengths = np.zeros((3, n))
+        self.terminated, self.truncated = np.zeros((2, n), bool)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
         seeds = [None if seed is None else seed + n for n in range(self.num_envs)]
@@ -166,7 +164,7 @@ class SyncEnvs(gym.vector.VectorEnv):
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         steps = [env.step(action) for env, action in zip(self.envs, actions, strict=True)]
         obs, self.rewards[:], self.terminated[:], self.truncated[:], _ = zip(*steps, strict=True)
-        np.stack(obs, out=self.obs)  # an assignment would take a single number for a whole row
+        np.concatenate(obs, None, self.obs.ravel())  # an assignment takes a single number for a whole row
         self.returns += self.rewards
         self.lengths += 1
         info, over = {}, self.terminated | self.truncated
@@ -418,11 +416,11 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) ->
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)  # detail 8: clipped surrogate objective
     pg_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
-    v_loss = (value - batch["returns"]) ** 2
-    if args.clip_vloss:  # detail 9: value loss clipping
-        clipped_value = value.clamp(batch["values"] - clip, batch["values"] + clip)
-        v_loss = torch.max(v_loss, (clipped_value - batch["returns"]) ** 2)
-    v_loss = 0.5 * v_loss.mean()
+    error = value - batch["returns"]
+    if args.clip_vloss:  # detail 9: value loss clipping: the larger of both errors counts
+        clipped_error = value.clamp(batch["values"] - clip, batch["values"] + clip) - batch["returns"]
+        error = torch.where(clipped_error.abs() > error.abs(), clipped_error, error)
+    v_loss = 0.5 * (error * error).mean()  # a product, as autograd takes longer for a power
     entropy = dist.entropy().mean()
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss  # detail 10: overall loss
     with torch.no_grad():  # detail 12: debug variables; KL as in http://joschu.net/blog/kl-approx.html
@@ -580,8 +578,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         optimizer.zero_grad()
         loss.backward()
         for parameter in parameters if WORLD_SIZE > 1 else ():  # auxiliary detail 2: parallel gradients
-            torch.distributed.all_reduce(parameter.grad)
-            parameter.grad /= WORLD_SIZE
+            torch.distributed.all_reduce(parameter.grad.div_(WORLD_SIZE))
         nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)  # detail 11: gradient clipping
         optimizer.step()
         return info
@@ -603,11 +600,10 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     for iteration in range(first_iteration, args.num_iterations):
         # seeded anew in every iteration, so that there is no random state to save and resume
         torch.manual_seed(int(np.random.SeedSequence((args.seed, iteration, RANK)).generate_state(1)[0]))
-        frac = 1 - iteration / args.num_iterations
-        if args.anneal_lr:  # detail 4: learning rate annealing
-            optimizer.param_groups[0]["lr"].fill_(args.learning_rate * frac)
+        frac = 1 - iteration / args.num_iterations  # detail 4: learning rate annealing
+        optimizer.param_groups[0]["lr"].fill_(args.learning_rate * (frac if args.anneal_lr else 1))
         clip = args.clip_coef * (frac if args.anneal_clip else 1)  # auxiliary detail 1: clip range annealing
-        step, episodes, infos = iteration * args.batch_size, [], []
+        step, episodes, clipfracs = iteration * args.batch_size, [], []
 
         # 1. rollout
         # differs from ppo.py: recurrent
@@ -616,6 +612,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
             obs[t], starts[t] = torch.from_numpy(next_obs), torch.from_numpy(next_starts)
             now = slice(t, t + 1)
             actions[now], logprobs[now], values[now], state = act(obs[now], state, starts[now])
+            state = state.clone()  # as CUDA graphs write over what they returned
             with stall_limit:
                 next_obs, rewards[t], terminated, truncated, info = envs.step(actions[t].cpu().numpy())
             next_starts = terminated | truncated
@@ -648,14 +645,15 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
             shuffled = torch.randperm(N, device=args.device)  # detail 6: shuffled minibatches
             for indices in shuffled.chunk(args.num_minibatches):
                 batch = {name: x[:, indices] for name, x in data.items()}
-                infos.append(update(batch | dict(state=initial_state[:, :, indices]), clip))
+                info = update(batch | dict(state=initial_state[:, :, indices]), clip)
+                clipfracs.append(info["clipfrac"].clone())  # as CUDA graphs write over what they returned
             if args.target_kl is not None:  # auxiliary detail 3: early stopping
-                if over_processes("SUM", infos[-1]["approx_kl"]) / WORLD_SIZE > args.target_kl:
+                if over_processes("SUM", info["approx_kl"]) / WORLD_SIZE > args.target_kl:
                     break
 
         # 4. log and save
-        scalars = {f"losses/{k}": x.item() for k, x in infos[-1].items()}  # the last minibatch's, as the blog
-        scalars["losses/clipfrac"] = torch.stack([info["clipfrac"] for info in infos]).mean().item()
+        scalars = {f"losses/{k}": x.item() for k, x in info.items()}  # the last minibatch's, as the blog
+        scalars["losses/clipfrac"] = torch.stack(clipfracs).mean().item()
         if not np.isfinite(list(scalars.values())).all():
             good = f"{run_dir}/checkpoint.pt, of iteration {saved}" if saved else "none"
             sys.exit(f"iteration {iteration + 1}: {scalars} are not finite; last good checkpoint: {good}")

@@ -140,20 +140,18 @@ def parse_args() -> Args:
 class SyncEnvs(gym.vector.VectorEnv):  # differs from ppo.py: masks
     """Environments that step in turn, each reset within the step that ends its episode.
 
-    info has, where episodes ended, final_obs (N, ...), and their returns and lengths in final_info. As other
-    infos but action_mask are not gathered, it takes less time than gymnasium's SyncVectorEnv. What it returns
-    is written over by the next step.
+    info has, where episodes ended, final_obs (N, ...), and their returns and lengths in final_info. Others
+    but action_mask are not gathered, which saves time; what is returned is written over by the next step.
     """
 
     def __init__(self, envs: list[gym.Env]):
-        self.envs, self.num_envs = envs, (num_envs := len(envs))
-        self.single_observation_space = envs[0].observation_space
-        self.single_action_space = envs[0].action_space
-        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
-        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
-        self.obs = gym.vector.utils.create_empty_array(self.single_observation_space, num_envs)
-        self.rewards, self.returns, self.lengths = np.zeros((3, num_envs))
-        self.terminated, self.truncated = np.zeros((2, num_envs), bool)
+        self.envs, self.num_envs = envs, (n := len(envs))
+        spaces = envs[0].observation_space, envs[0].action_space
+        self.single_observation_space, self.single_action_space = spaces
+        self.observation_space, self.action_space = (gym.vector.utils.batch_space(x, n) for x in spaces)
+        self.obs = gym.vector.utils.create_empty_array(self.single_observation_space, n)
+        self.rewards, self.returns, self.lengths = np.zeros((3, n))
+        self.terminated, self.truncated = np.zeros((2, n), bool)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
         seeds = [None if seed is None else seed + n for n in range(self.num_envs)]
@@ -169,7 +167,7 @@ class SyncEnvs(gym.vector.VectorEnv):  # differs from ppo.py: masks
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         steps = [env.step(action) for env, action in zip(self.envs, actions, strict=True)]
         obs, self.rewards[:], self.terminated[:], self.truncated[:], infos = zip(*steps, strict=True)
-        np.stack(obs, out=self.obs)  # an assignment would take a single number for a whole row
+        np.concatenate(obs, None, self.obs.ravel())  # an assignment takes a single number for a whole row
         self.returns += self.rewards
         self.lengths += 1
         info, over = {}, self.terminated | self.truncated
@@ -189,25 +187,25 @@ class SyncEnvs(gym.vector.VectorEnv):  # differs from ppo.py: masks
 
 
 class RunningNorm:
-    """Normalizes arrays (n, ...) by the mean and variance of all that were seen, clipped to [-10, 10].
+    """Mean and variance of all rows (N, size) that were seen, to normalize such by.
 
-    The state changes in place only: whoever holds a view of it sees the current one.
+    state (3, size) holds them and the counts, and changes in place only: whoever holds a view of it sees the
+    current one.
     """
 
-    def __init__(self, shape: tuple[int, ...]):
-        self.mean, self.var, self.count = np.zeros(shape), np.ones(shape), np.full((), 1e-4)
+    def __init__(self, state: np.ndarray):
+        self.mean, self.var, self.count = state
 
     def update(self, x: np.ndarray):
         """The parallel update of Chan, Golub and LeVeque, 1979."""
-        n, share = len(x), len(x) / (self.count + len(x))
-        mean = x.sum(0) / n  # sums, as mean() and var() take twice their time
-        delta, var = mean - self.mean, ((x - mean) ** 2).sum(0) / n
-        self.var += share * (var - self.var + (1 - share) * delta**2)
-        self.mean += share * delta
-        self.count += n
+        self.count += len(x)
+        apart = x - self.mean
+        shift = apart.sum(0) / self.count  # sums, as mean() and var() take twice their time
+        self.mean += shift
+        self.var += ((apart * apart).sum(0) - len(x) * self.var) / self.count - shift * shift
 
-    def __call__(self, x: np.ndarray, mean: np.ndarray | float) -> np.ndarray:
-        return ((x - mean) / np.sqrt(self.var + 1e-8)).clip(-10, 10)
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        return ((x - self.mean) / np.sqrt(self.var + 1e-8)).clip(-10, 10)
 
 
 class NormalizedEnvs(gym.vector.VectorWrapper):
@@ -219,35 +217,36 @@ class NormalizedEnvs(gym.vector.VectorWrapper):
     def __init__(self, envs: gym.vector.VectorEnv, gamma: float, frozen: bool):
         super().__init__(envs)
         self.gamma, self.frozen, self.returns = gamma, frozen, np.zeros(envs.num_envs)
-        self.obs_norm, self.return_norm = RunningNorm(envs.single_observation_space.shape), RunningNorm(())
-        self.norms = self.obs_norm, self.return_norm
+        # mean, variance and count of each component of the observations and, last, of the discounted returns
+        self.statistics = np.tile([[0.0], [1.0], [1e-4]], envs.single_observation_space.shape[0] + 1)
+        self.norm, self.obs_norm = RunningNorm(self.statistics), RunningNorm(self.statistics[:, :-1])
 
     def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
         obs, info = self.env.reset(**kwargs)
-        if not self.frozen and self.obs_norm.count < 1:  # a resumed run has counted its first observations
+        if not self.frozen and self.obs_norm.count[0] < 1:  # a resumed run has counted its first observations
             self.obs_norm.update(obs)
-        return self.obs_norm(obs, self.obs_norm.mean), info
+        return self.obs_norm(obs), info
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         obs, rewards, terminated, truncated, info = self.env.step(actions)
         self.returns = self.gamma * self.returns + rewards
         if not self.frozen:
-            self.return_norm.update(self.returns)
-            self.obs_norm.update(obs)
-        rewards = self.return_norm(rewards, mean=0)  # details 30 and 31: reward scaling and clipping
-        self.returns[terminated | truncated] = 0
+            self.norm.update(np.concatenate((obs, self.returns[:, None]), 1))
+        # details 30 and 31: reward scaling, by the deviation of the returns, and clipping
+        rewards = (rewards / (self.norm.var[-1] + 1e-8) ** 0.5).clip(-10, 10)
         if "final_obs" in info:
-            info["final_obs"] = self.obs_norm(info["final_obs"], self.obs_norm.mean)
-        obs = self.obs_norm(obs, self.obs_norm.mean)  # details 28 and 29: normalization and clipping
-        return obs, rewards, terminated, truncated, info
+            info["final_obs"] = self.obs_norm(info["final_obs"])
+            self.returns[terminated | truncated] = 0
+        # details 28 and 29: normalization of observations, and clipping
+        return self.obs_norm(obs), rewards, terminated, truncated, info
 
     def merge_statistics(self):
         """Take those of all processes of torchrun, which have seen as many steps, for one."""
-        for norm in self.norms if WORLD_SIZE > 1 else ():
-            moments = torch.from_numpy(np.stack((norm.mean, norm.var + norm.mean**2)))
+        if WORLD_SIZE > 1:
+            moments = torch.from_numpy(np.stack((self.norm.mean, self.norm.var + self.norm.mean**2)))
             torch.distributed.all_reduce(moments)
-            norm.mean[...], second = moments.numpy() / WORLD_SIZE
-            norm.var[...] = second - norm.mean**2
+            self.norm.mean[:], second = moments.numpy() / WORLD_SIZE
+            self.norm.var[:] = second - self.norm.mean**2
 
 
 def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.vector.VectorEnv:
@@ -331,7 +330,7 @@ class Agent(nn.Module):  # differs from ppo.py: actions of several components, m
     def __init__(self, envs: gym.vector.VectorEnv):
         super().__init__()
         obs_shape, nvec = envs.single_observation_space.shape, envs.single_action_space.nvec.tolist()
-        self.norms, self.num_first, size = getattr(envs, "norms", ()), nvec[0], sum(nvec)
+        self.num_first, size, self.statistics = nvec[0], sum(nvec), getattr(envs, "statistics", np.zeros(0))
         # which logits are a component's, (K, max(nvec)); where it has fewer choices, one past the last
         slots = nn.utils.rnn.pad_sequence(torch.arange(size).split(nvec), True, padding_value=size)
         self.register_buffer("slots", slots, persistent=False)
@@ -384,13 +383,12 @@ class Agent(nn.Module):  # differs from ppo.py: actions of several components, m
             action[:, 0] = chosen
         return action, mask, dist.log_prob(action), value
 
-    def get_extra_state(self) -> list[Tensor]:
-        """What state_dict() holds beside the parameters: the normalizers."""
-        return [torch.as_tensor(x) for norm in self.norms for x in (norm.mean, norm.var, norm.count)]
+    def get_extra_state(self) -> Tensor:
+        """What state_dict() holds beside the parameters: the statistics of the environments."""
+        return torch.from_numpy(self.statistics)
 
-    def set_extra_state(self, state: list[Tensor]):
-        for x, saved in zip(self.get_extra_state(), state, strict=True):
-            x.copy_(saved)
+    def set_extra_state(self, state: Tensor):
+        self.statistics[:] = state
 
 
 # === Algorithm ===============================================================================
@@ -420,11 +418,11 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) ->
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)  # detail 8: clipped surrogate objective
     pg_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
-    v_loss = (value - batch["returns"]) ** 2
-    if args.clip_vloss:  # detail 9: value loss clipping
-        clipped_value = value.clamp(batch["values"] - clip, batch["values"] + clip)
-        v_loss = torch.max(v_loss, (clipped_value - batch["returns"]) ** 2)
-    v_loss = 0.5 * v_loss.mean()
+    error = value - batch["returns"]
+    if args.clip_vloss:  # detail 9: value loss clipping: the larger of both errors counts
+        clipped_error = value.clamp(batch["values"] - clip, batch["values"] + clip) - batch["returns"]
+        error = torch.where(clipped_error.abs() > error.abs(), clipped_error, error)
+    v_loss = 0.5 * (error * error).mean()  # a product, as autograd takes longer for a power
     entropy = dist.entropy().mean()
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss  # detail 10: overall loss
     with torch.no_grad():  # detail 12: debug variables; KL as in http://joschu.net/blog/kl-approx.html
@@ -544,9 +542,10 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     T, N = args.num_steps, args.num_envs // WORLD_SIZE
     envs = make_env(args, N)
     agent = Agent(envs).to(args.device)
-    parameters = list(agent.parameters())
-    flat = nn.Parameter(nn.utils.parameters_to_vector(parameters))  # one tensor clips and steps faster;
-    nn.utils.vector_to_parameters(flat, parameters)  # the parameters become views of it
+    flat = nn.Parameter(nn.utils.parameters_to_vector(agent.parameters()))  # one tensor steps faster;
+    flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in agent.parameters()]
+    for x, part, grad in zip(agent.parameters(), flat.data.split(sizes), flat.grad.split(sizes), strict=True):
+        x.data, x.grad = part.view_as(x), grad.view_as(x)  # parameters and gradients become views of it
     lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
     optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}"
@@ -568,10 +567,10 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     def update(batch: dict[str, Tensor], clip: float) -> dict[str, Tensor]:
         with torch.enable_grad():
             loss, info = ppo_loss(agent, batch, clip, args)
-        flat.grad = torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, parameters)])
+        flat.grad.zero_()
+        loss.backward()
         if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients, averaged over the processes of torchrun
-            torch.distributed.all_reduce(flat.grad)
-            flat.grad /= WORLD_SIZE
+            torch.distributed.all_reduce(flat.grad.div_(WORLD_SIZE))
         flat.grad[None].renorm_(2, 0, args.max_grad_norm)  # detail 11: clipping of the global norm
         optimizer.step()
         return info
@@ -594,11 +593,10 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
             envs.merge_statistics()
         # seeded anew in every iteration, so that there is no random state to save and resume
         torch.manual_seed(int(np.random.SeedSequence((args.seed, iteration, RANK)).generate_state(1)[0]))
-        frac = 1 - iteration / args.num_iterations
-        if args.anneal_lr:  # detail 4: learning rate annealing
-            optimizer.param_groups[0]["lr"].fill_(args.learning_rate * frac)
+        frac = 1 - iteration / args.num_iterations  # detail 4: learning rate annealing
+        optimizer.param_groups[0]["lr"].fill_(args.learning_rate * (frac if args.anneal_lr else 1))
         clip = args.clip_coef * (frac if args.anneal_clip else 1)  # auxiliary detail 1: clip range annealing
-        step, episodes, infos = iteration * args.batch_size, [], []
+        step, episodes, clipfracs = iteration * args.batch_size, [], []
 
         # 1. rollout
         # differs from ppo.py: masks, and networks too large for acting in NumPy
@@ -635,14 +633,16 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         for _ in range(args.update_epochs):
             shuffled = torch.randperm(T * N, device=args.device)  # detail 6: shuffled minibatches
             parts = (x.index_select(0, shuffled).chunk(args.num_minibatches) for x in data.values())
-            infos += [update(dict(zip(data, x, strict=True)), clip) for x in zip(*parts, strict=True)]
+            for minibatch in zip(*parts, strict=True):
+                info = update(dict(zip(data, minibatch, strict=True)), clip)
+                clipfracs.append(info["clipfrac"].clone())  # as CUDA graphs write over what they returned
             if args.target_kl is not None:  # auxiliary detail 3: early stopping
-                if over_processes("SUM", infos[-1]["approx_kl"]) / WORLD_SIZE > args.target_kl:
+                if over_processes("SUM", info["approx_kl"]) / WORLD_SIZE > args.target_kl:
                     break
 
         # 4. log and save
-        scalars = {f"losses/{k}": x.item() for k, x in infos[-1].items()}  # the last minibatch's, as the blog
-        scalars["losses/clipfrac"] = torch.stack([info["clipfrac"] for info in infos]).mean().item()
+        scalars = {f"losses/{k}": x.item() for k, x in info.items()}  # the last minibatch's, as the blog
+        scalars["losses/clipfrac"] = torch.stack(clipfracs).mean().item()
         if not np.isfinite(list(scalars.values())).all():
             good = f"{run_dir}/checkpoint.pt, of iteration {saved}" if saved else "none"
             sys.exit(f"iteration {iteration + 1}: {scalars} are not finite; last good checkpoint: {good}")

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import OTHERS, SCRIPTS, games, scalars, small_args
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils._pytree import tree_leaves, tree_map
 
 import impala_vtrace
 import ngu_r2d2
@@ -300,6 +302,49 @@ def test_killed_run_resumes_into_one_continuous_curve(script, monkeypatch):
         [*range(32, 257, 32)] * 2
     )
     assert list(Path("runs").iterdir()) == [run_dir]
+
+
+def parameters_of(run_dir):
+    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    modules = [state[name] for name in ("agent", "curiosity") if name in state]
+    statistics = ("_extra_state", ".mean", ".var", ".count", "distances")
+    return torch.cat([x.flatten() for m in modules for k, x in m.items() if not k.endswith(statistics)])
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-3])
+def test_flags_change_the_learning_rate_of_a_resumed_run(script, rate):
+    """The optimizer's state that is loaded has the learning rate of before in it."""
+    rates = [name for name in ("learning_rate", "auxiliary_lr") if hasattr(script.Args, name)]
+    flags = dict(anneal_lr=False) if hasattr(script.Args, "anneal_lr") else dict(rnd=False)
+    run_dir = script.train(small_args(script, **flags, **dict.fromkeys(rates, 1e-3)))
+    before, args = parameters_of(run_dir), resumed(script, run_dir)
+    args.total_timesteps *= 2
+    script.train(replace(args, **dict.fromkeys(rates, rate)))
+    assert torch.equal(before, parameters_of(run_dir)) == (rate == 0)
+
+
+@pytest.mark.parametrize("name", SCRIPTS | OTHERS)
+def test_nothing_that_a_compiled_function_returned_is_used_after_the_next_call(name, monkeypatch):
+    """CUDA graphs write over it; here, each call of a compiled function does to what was returned before."""
+    script, returned = (SCRIPTS | OTHERS)[name], []
+
+    def compiled(function, mode=None):
+        def call(*args):
+            while returned and mode == "reduce-overhead":
+                returned.pop().fill_(torch.pi)
+            out = tree_map(torch.clone, function(*args))
+            returned.extend(tree_leaves(out))
+            return out
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    args = [small_args(script, compile=compile) for compile in (False, True)]
+    eager, compiled = (script.train(replace(x, total_timesteps=2 * x.total_timesteps)) for x in args)
+    assert returned and torch.equal(parameters_of(eager), parameters_of(compiled))
+    events = EventAccumulator(str(eager)).Reload()
+    for tag in [tag for tag in events.Tags()["scalars"] if tag.startswith("losses/")]:
+        assert scalars(eager, tag) == scalars(compiled, tag), tag
 
 
 def test_checkpoint_is_never_half_written(script, monkeypatch):

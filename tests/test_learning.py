@@ -59,8 +59,8 @@ def test_mean_learns_the_best_continuous_action():
     flags = dict(num_steps=64, update_epochs=10, learning_rate=3e-3)
     agent, run_dir = agent_after(ppo_continuous, "RewardByContinuousAction-v0", 30_000, **flags)
     envs = ppo_continuous.make_env(ppo_continuous.Args(env_id="RewardByContinuousAction-v0"), 1)
-    envs.obs_norm = agent.norms[0]
-    seen = torch.from_numpy(envs.obs_norm(np.array([[-1.0, 1.0], [1.0, 1.0]]), agent.norms[0].mean))
+    envs.statistics[:] = agent.statistics
+    seen = torch.from_numpy(envs.obs_norm(np.array([[-1.0, 1.0], [1.0, 1.0]])))
     np.testing.assert_allclose(agent(seen)[0].mean[:, 0], [-0.5, 0.5], atol=0.1)
     assert np.mean([r for _, r in scalars(run_dir, "charts/episodic_return")[-100:]]) > 0.8
 
