@@ -407,7 +407,7 @@ def compute_gae(rewards, values, dones, next_value, gamma: float, lam: float) ->
 
 
 def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) -> tuple[Tensor, dict]:
-    """Loss of a minibatch of tensors (M, ...), and the diagnostics to log."""
+    """Loss of a minibatch of tensors (M, ...), and what is logged of the last minibatch, as in the blog."""
     # differs from ppo.py: masks
     dist, value = agent(batch["obs"], batch["masks"])
     logratio = dist.log_prob(batch["actions"]) - batch["logprobs"]
@@ -415,8 +415,7 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) ->
     if args.norm_adv:  # detail 7: advantage normalization, per minibatch (with the blog's unbiased std)
         std, mean = torch.std_mean(advantages)
         advantages = (advantages - mean) / (std + 1e-8)
-    clipped_ratio = ratio.clamp(1 - clip, 1 + clip)  # detail 8: clipped surrogate objective
-    pg_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
+    pg_loss = -torch.min(advantages * ratio, advantages * ratio.clamp(1 - clip, 1 + clip)).mean()  # detail 8
 
     error = value - batch["returns"]
     if args.clip_vloss:  # detail 9: value loss clipping: the larger of both errors counts
@@ -425,11 +424,15 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) ->
     v_loss = 0.5 * (error * error).mean()  # a product, as autograd takes longer for a power
     entropy = dist.entropy().mean()
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss  # detail 10: overall loss
-    with torch.no_grad():  # detail 12: debug variables; KL as in http://joschu.net/blog/kl-approx.html
-        info = dict(policy_loss=pg_loss.detach(), value_loss=v_loss.detach(), entropy=entropy.detach())
-        info |= dict(old_approx_kl=-logratio.mean(), approx_kl=(ratio - 1 - logratio).mean())
-        info |= dict(clipfrac=(clipped_ratio != ratio).float().mean())
-    return loss, info
+    info = dict(policy_loss=pg_loss, value_loss=v_loss, entropy=entropy, logratio=logratio)
+    return loss, {name: x.detach() for name, x in info.items()}
+
+
+def diagnostics(logratios: list[Tensor], clip: float) -> dict[str, Tensor]:
+    """KL of the last minibatch, http://joschu.net/blog/kl-approx.html, share of all clipped: detail 12."""
+    last, ratios = logratios[-1], torch.stack(logratios).exp()
+    kl = dict(old_approx_kl=-last.mean(), approx_kl=(last.exp() - 1 - last).mean())
+    return kl | dict(clipfrac=((ratios - 1).abs() > clip).float().mean())
 
 
 # === Logging and checkpoints =================================================================
@@ -548,13 +551,11 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         x.data, x.grad = part.view_as(x), grad.view_as(x)  # parameters and gradients become views of it
     lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
     optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
-    run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}"
-    run_dir, first_iteration = Path("runs", run_name.replace("/", "-").replace(":", "-")), 0
-    last_returns = deque(maxlen=100)
+    run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")
+    run_dir = Path(args.resume or f"runs/{run_name}")
+    checkpoint = load_checkpoint(args.resume) if args.resume else dict(iteration=0, last_returns=[])
+    first_iteration, last_returns = checkpoint["iteration"], deque(checkpoint["last_returns"], maxlen=100)
     if args.resume:
-        run_dir, checkpoint = Path(args.resume), load_checkpoint(args.resume)
-        first_iteration = checkpoint["iteration"]
-        last_returns.extend(checkpoint["last_returns"])
         agent.load_state_dict(checkpoint["agent"])
         optimizer.load_state_dict(checkpoint["optimizer"])
     saved, first_step, start = first_iteration, first_iteration * args.batch_size, time.time()
@@ -596,7 +597,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         frac = 1 - iteration / args.num_iterations  # detail 4: learning rate annealing
         optimizer.param_groups[0]["lr"].fill_(args.learning_rate * (frac if args.anneal_lr else 1))
         clip = args.clip_coef * (frac if args.anneal_clip else 1)  # auxiliary detail 1: clip range annealing
-        step, episodes, clipfracs = iteration * args.batch_size, [], []
+        step, episodes, logratios = iteration * args.batch_size, [], []
 
         # 1. rollout
         # differs from ppo.py: masks, and networks too large for acting in NumPy
@@ -634,15 +635,14 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
             shuffled = torch.randperm(T * N, device=args.device)  # detail 6: shuffled minibatches
             parts = (x.index_select(0, shuffled).chunk(args.num_minibatches) for x in data.values())
             for minibatch in zip(*parts, strict=True):
-                info = update(dict(zip(data, minibatch, strict=True)), clip)
-                clipfracs.append(info["clipfrac"].clone())  # as CUDA graphs write over what they returned
-            if args.target_kl is not None:  # auxiliary detail 3: early stopping
-                if over_processes("SUM", info["approx_kl"]) / WORLD_SIZE > args.target_kl:
-                    break
+                losses = update(dict(zip(data, minibatch, strict=True)), clip)
+                logratios.append(losses.pop("logratio").clone())  # CUDA graphs write over what they return
+            kl = diagnostics(logratios, clip)["approx_kl"]
+            if args.target_kl is not None and over_processes("SUM", kl) / WORLD_SIZE > args.target_kl:
+                break  # auxiliary detail 3: early stopping
 
         # 4. log and save
-        scalars = {f"losses/{k}": x.item() for k, x in info.items()}  # the last minibatch's, as the blog
-        scalars["losses/clipfrac"] = torch.stack(clipfracs).mean().item()
+        scalars = {f"losses/{k}": x.item() for k, x in (losses | diagnostics(logratios, clip)).items()}
         if not np.isfinite(list(scalars.values())).all():
             good = f"{run_dir}/checkpoint.pt, of iteration {saved}" if saved else "none"
             sys.exit(f"iteration {iteration + 1}: {scalars} are not finite; last good checkpoint: {good}")

@@ -214,7 +214,7 @@ class Masked(Probe):
         return obs, {"action_mask": self.mask(0)}
 
     def step(self, action):
-        Masked.taken.append((self.t, action))
+        Masked.taken.append((self.t, action.copy()))
         obs, reward, terminated, truncated, _ = super().step(0)
         return obs, reward, terminated, truncated, {"action_mask": self.mask(self.t)}
 

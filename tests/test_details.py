@@ -272,9 +272,13 @@ def test_detail_12_debug_variables(script):
     )
     batch |= dict(advantages=torch.zeros(2), logprobs=torch.tensor([-0.1, 0.1]) - math.log(2))
     _, info = script.ppo_loss(agent, batch, 0.1, script.Args(norm_adv=False, device="cpu"))
+    info = script.diagnostics([info["logratio"]], 0.1)
     assert info["old_approx_kl"].item() == pytest.approx(0, abs=1e-6)
     assert info["approx_kl"].item() == pytest.approx(0.0050042, abs=1e-6)
     assert info["clipfrac"].item() == 0.5  # e^0.1 - 1 is beyond 0.1, 1 - e^-0.1 is not
+    both = script.diagnostics([torch.tensor([0.3, 0.3]), torch.tensor([-0.1, 0.1])], 0.1)
+    torch.testing.assert_close(both["approx_kl"], torch.tensor(0.0050042))
+    assert both["clipfrac"] == 0.75
     run = script.train(small_args(script))
     logged = "policy_loss value_loss entropy old_approx_kl approx_kl clipfrac explained_variance".split()
     for name in logged:
@@ -492,7 +496,7 @@ def test_bootstrap_truncated(vector_script, monkeypatch):
 
 def fake_loss(agent):
     loss = sum(p.sum() for p in agent.parameters()) * 0
-    return loss, dict(approx_kl=loss.detach(), clipfrac=loss.detach())
+    return loss, dict(logratio=loss.detach())
 
 
 def test_acting_in_numpy_samples_from_the_policy(vector_script, monkeypatch):
@@ -524,7 +528,7 @@ def test_acting_in_numpy_follows_other_layers():
 
 def test_ratio_is_one_before_the_first_step(script, monkeypatch):
     """Every stored log-probability is recomputed by the update: fails if any of them is misplaced."""
-    losses = watch(monkeypatch, script, "ppo_loss")
+    logged = watch(monkeypatch, script, "diagnostics")
     script.train(small_args(script, num_envs=4, num_minibatches=1, update_epochs=1, total_timesteps=256))
-    info = losses[0][1][1]
-    assert abs(info["approx_kl"]) < 1e-7 and abs(info["old_approx_kl"]) < 1e-6 and info["clipfrac"] == 0
+    (logratios, _), info = logged[0]
+    assert logratios[0].abs().max() < 1e-6 and info["clipfrac"] == 0
