@@ -39,6 +39,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # for PyTorch: idle threads leave emulators the cores
+
 import ale_py
 import gymnasium as gym
 import numpy as np
@@ -839,13 +841,11 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
     nn.utils.vector_to_parameters(flat, parameters)  # the parameters become views of it
     square_avg = torch.ones_like(flat)  # RMSProp's mean of squares begins with ones, as TensorFlow's
     lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
-    run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}"
-    run_dir, first_iteration = Path("runs", run_name.replace("/", "-").replace(":", "-")), 0
-    last_returns = {env_id: deque(maxlen=100) for env_id in args.env_ids}
+    run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")
+    run_dir = Path(args.resume or f"runs/{run_name}")
+    first_iteration, returns = checkpoint["iteration"], checkpoint.get("last_returns", {})
+    last_returns = {env_id: deque(returns.get(env_id, ()), 100) for env_id in args.env_ids}
     if args.resume:
-        run_dir, first_iteration = Path(args.resume), checkpoint["iteration"]
-        for env_id, returns in checkpoint["last_returns"].items():
-            last_returns[env_id].extend(returns)
         agent.load_state_dict(checkpoint["agent"])
         square_avg.copy_(checkpoint["optimizer"])
     saved, first_step, start = first_iteration, first_iteration * args.batch_size, time.time()

@@ -38,6 +38,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # for PyTorch: idle threads leave emulators the cores
+
 import ale_py
 import gymnasium as gym
 import numpy as np

@@ -29,6 +29,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # for PyTorch: idle threads leave emulators the cores
+
 import ale_py
 import gymnasium as gym
 import numpy as np
@@ -168,8 +170,7 @@ class AtariEnvs(gym.vector.VectorEnv):
             raise ValueError(f"not all of {actions} are in {self.single_action_space}")  # ale-py would hang
         for i, action in enumerate(actions):  # the emulators work side by side
             self._send(i, action)
-        rewards, terminated, truncated, self.ended = np.zeros((4, self.num_envs))
-        infos = {}
+        infos, (rewards, terminated, truncated, self.ended) = {}, np.zeros((4, self.num_envs))
         for i in range(self.num_envs):
             frame, reward, terminated[i], truncated[i] = self._receive(i)
             self.stacks[i] = *self.stacks[i, 1:], frame
@@ -475,8 +476,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
 
     def act(obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dist, value = agent(obs)
-        action = dist.sample()
-        return action, dist.log_prob(action), value
+        return (action := dist.sample()), dist.log_prob(action), value
 
     def update(batch: dict[str, Tensor], clip: float) -> dict[str, Tensor]:
         with torch.enable_grad():

@@ -523,12 +523,12 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     def update(batch: dict[str, Tensor], clip: float) -> dict[str, Tensor]:
         with torch.enable_grad():
             loss, info = ppo_loss(agent, batch, clip, args)
-        flat.grad.zero_()
         loss.backward()
         if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients, averaged over the processes of torchrun
             torch.distributed.all_reduce(flat.grad.div_(WORLD_SIZE))
         flat.grad[None].renorm_(2, 0, args.max_grad_norm)  # detail 11: clipping of the global norm
         optimizer.step()
+        flat.grad.zero_()  # last: CUDA graphs take no part of a function that changes its inputs
         return info
 
     if args.compile:

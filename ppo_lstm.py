@@ -34,6 +34,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NoReturn
 
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # for PyTorch: idle threads leave emulators the cores
+
 import ale_py
 import gymnasium as gym
 import numpy as np
@@ -215,8 +217,7 @@ class AtariEnvs(gym.vector.VectorEnv):
             raise ValueError(f"not all of {actions} are in {self.single_action_space}")  # ale-py would hang
         for i, action in enumerate(actions):  # the emulators work side by side
             self._send(i, action)
-        rewards, terminated, truncated, self.ended = np.zeros((4, self.num_envs))
-        infos = {}
+        infos, (rewards, terminated, truncated, self.ended) = {}, np.zeros((4, self.num_envs))
         for i in range(self.num_envs):
             frame, reward, terminated[i], truncated[i] = self._receive(i)
             self.stacks[i] = *self.stacks[i, 1:], frame
