@@ -16,7 +16,10 @@ speed() { # steps/s and memory beside stable-baselines3, rows of speed.csv with 
     python benchmark/speed.py --all --rounds 3 --device cuda --csv benchmark/results/speed.csv
 }
 
-modes() { # ppo_atari.py by mode; LeanRL's is 6,809 steps/s on an H100
+modes() { # compiled, with CUDA graphs, and ppo_atari.py by mode; LeanRL's is 6,809 steps/s on an H100
+    for script in ppo ppo_shared ppo_continuous ppo_lstm ppo_multidiscrete; do
+        python benchmark/speed.py "$script" --device cuda --flags=--compile --csv benchmark/results/speed.csv
+    done
     for flags in "" "--compile" "--compile --amp" "--num-envs 64 --compile --amp"; do
         python benchmark/speed.py ppo_atari --steps 200000 --device cuda --flags="$flags" --csv benchmark/results/speed.csv
     done
