@@ -22,6 +22,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -68,11 +69,14 @@ class Watcher:
         if (args.run / "eval.csv").exists():
             with open(args.run / "eval.csv") as file:
                 self.rows = [{k: COLUMNS[k](x) for k, x in row.items()} for row in csv.DictReader(file)]
-        # not in the training's folder: TensorBoard reads its files one after the other and never goes back
-        self.writer = SummaryWriter(self.folder, purge_step=self.rows[-1]["step"] + 1 if self.rows else 0)
         self.training = EventAccumulator(str(args.run), size_guidance={"scalars": 0})
         if self.rows:
             self.publish()  # what a kill left undone
+
+    @cached_property  # a watcher that fails at once leaves no file
+    def writer(self) -> SummaryWriter:
+        # not in the training's folder: TensorBoard reads its files one after the other and never goes back
+        return SummaryWriter(self.folder, purge_step=self.rows[-1]["step"] + 1 if self.rows else 0)
 
     @property
     def best(self) -> dict[str, float]:
