@@ -156,7 +156,7 @@ class SyncEnvs(gym.vector.VectorEnv):
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         steps = [env.step(action) for env, action in zip(self.envs, actions, strict=True)]
         obs, self.rewards[:], self.terminated[:], self.truncated[:], _ = zip(*steps, strict=True)
-        np.concatenate(obs, None, self.obs.ravel())  # an assignment takes a single number for a whole row
+        np.concatenate(obs, 0, self.obs.reshape(-1, *self.obs.shape[2:]))  # assignment would spread a number
         self.returns += self.rewards
         self.lengths += 1
         info, over = {}, self.terminated | self.truncated
