@@ -169,6 +169,7 @@ def test_an_hour_in_seconds(tmp_path):
     assert [line.split(".py: ")[0] for line in lines] == ["ppo", "ppo_shared"], done.stdout + done.stderr
     assert all(int(line.split()[1]) > 0 and line.endswith("ended with 143") for line in lines)
     table = list(csv.DictReader((tmp_path / "soak.csv").open()))
-    assert len(table) == 2 * soak.PARTS and all(float(row["resident_mb"]) > 20 for row in table)
+    memory = [float(row["resident_mb"]) for row in table]  # it grows while Python starts
+    assert len(memory) == 2 * soak.PARTS and min(memory) > 5 and min(memory[-2:]) > 200
     done = subprocess.run([*command[:2], "pppo"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("soak.py: error: no script pppo")
