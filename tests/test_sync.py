@@ -185,6 +185,14 @@ def numbers(pattern: str, text: str) -> set[int]:
     }
 
 
+def test_libgomp_is_told_how_long_to_spin_before_it_is_loaded():
+    told = {s: text.index("GOMP_SPINCOUNT") for s, text in SCRIPTS.items() if "GOMP_SPINCOUNT" in text}
+    assert told.keys() == {"ppo_atari", "ppo_lstm", "ppo_async", "impala_vtrace"}
+    assert all(
+        at < re.search("^(import|from) (torch|gymnasium)", SCRIPTS[s], re.M).start() for s, at in told.items()
+    )
+
+
 def test_details_are_tagged():
     tags = {s: numbers("(?<!auxiliary )detail", text) for s, text in SCRIPTS.items()}
     assert tags["ppo"] == tags["ppo_shared"] == set(range(1, 14))
