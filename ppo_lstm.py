@@ -380,8 +380,9 @@ class Agent(nn.Module):  # differs from ppo.py: an LSTM between the network and 
         with torch.autocast(obs.device.type, torch.bfloat16, self.amp):
             x = self.network(x.float())
         x, outputs = x.float().unflatten(0, obs.shape[:2]), []
-        begins = {0, *starts.any(1).nonzero().flatten().tolist()}  # one call of the LSTM up to the next start
-        for begin, end in pairwise((*sorted(begins), len(x))):
+        begins = [*sorted({0, *starts.any(1).nonzero().flatten().tolist()}), len(x)]
+        cuts = {end - (end - begin) % 16 for begin, end in pairwise(begins)}  # oneDNN keeps code per length
+        for begin, end in pairwise(sorted({*begins, *cuts})):  # one or two calls of the LSTM up to a start
             state = state * ~starts[begin, :, None]  # detail 34: reset at the start of an episode
             output, state = self.lstm(x[begin:end], tuple(state))
             outputs.append(output)
