@@ -13,7 +13,9 @@ equal flags and seed the longest counts, of equally long ones the newest.
 import base64
 import html
 import io
+import os
 import re
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -293,11 +295,19 @@ def save_report(args: Args):
     except ImportError as error:
         fail(f"--wandb: {error}; pip install wandb wandb-workspaces")
     wandb.setup(wandb.Settings(silent=True))
+
+    def give_up(*_):
+        print("report.py: error: --wandb: W&B's server does not answer in 30 seconds", file=sys.stderr)
+        os._exit(2)  # W&B's own threads may hang, too
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(30)
     try:
         if not wandb.login(prompt=False):
             fail("--wandb needs a W&B login (`wandb login` or WANDB_API_KEY), and WANDB_MODE not offline")
         api = wandb.Api()
         entity = args.entity or api.default_entity
+        signal.alarm(0)
         runs = list(api.runs(f"{entity}/{args.project}", lazy=False))
         report = build_report(runs, args.project, entity, args.metric)
         if not report.blocks:
@@ -305,6 +315,8 @@ def save_report(args: Args):
         print(report.save().url)
     except (wandb.Error, WandbApiFailedError, ValueError) as error:
         fail(f"--wandb: {error}")
+    finally:
+        signal.alarm(0)
 
 
 def main():
