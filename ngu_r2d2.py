@@ -1,8 +1,8 @@
 # /// script
 # requires-python = ">=3.10"
 # dependencies = [
-#     "ale-py>=0.12", "gymnasium[classic-control]>=1.4", "minigrid>=3", "numpy", "tensorboard",
-#     "torch>=2.6", "tqdm", "tyro>=1",
+#     "ale-py>=0.12", "filelock>=3.13", "gymnasium[classic-control]>=1.4", "minigrid>=3", "numpy",
+#     "tensorboard", "torch>=2.6", "tqdm", "tyro>=1",
 # ]
 # ///
 """Never Give Up on R2D2: recurrent Q-learning from replay, driven by novelty within an episode and for life.
@@ -44,6 +44,7 @@ import torch
 import torch.nn as nn
 import tyro
 from ale_py.vector_env import AtariVectorEnv
+from filelock import FileLock, Timeout
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
@@ -748,6 +749,8 @@ class Logger:
     """TensorBoard, Weights & Biases with --track, and a progress bar: plain lines if no terminal."""
 
     def __init__(self, args: Args, run_dir: Path, first_step: int):
+        if args.resume:  # before anything is written to its folder; a new run has none yet
+            self.lock = lock(run_dir)
         if args.track:
             try:
                 import wandb
@@ -763,6 +766,7 @@ class Logger:
                 fail(f"--track: {error}")
         try:  # hiding what was logged but not saved
             self.writer = SummaryWriter(run_dir, purge_step=first_step + 1)
+            self.lock = lock(run_dir)
         except OSError as error:
             fail(f"{run_dir}: {error}")
         self.writer.add_text("args", "\n".join(f"    {k}: {v}" for k, v in asdict(args).items()))
@@ -784,6 +788,17 @@ class Logger:
     def close(self):
         self.bar.close()
         self.writer.close()
+        self.lock.release(force=True)
+
+
+def lock(run_dir: Path) -> FileLock:
+    """Refuses a run folder in which another process trains. The lock ends with the process that holds it."""
+    held = FileLock(run_dir / "lock", is_singleton=True)
+    try:
+        held.acquire(timeout=0)
+    except Timeout:
+        fail(f"another process trains in {run_dir}")
+    return held
 
 
 def save_checkpoint(run_dir: Path, **state):
@@ -919,14 +934,20 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     replay = Replay(args, envs.row | nothing, args.hidden_size)
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}"
     run_dir, updates = Path("runs", run_name.replace("/", "-").replace(":", "-")), 0
-    last_returns = deque(checkpoint.get("last_returns", ()), 100)  # of the policy that --evaluate plays
+    last_returns = deque(maxlen=100)  # of the policy that --evaluate plays
     modules = dict(agent=agent, target_agent=target_agent, curiosity=curiosity)
     modules |= dict(optimizer=optimizer, auxiliary=auxiliary)
     modules |= dict(replay=replay) if args.save_replay else {}
     if args.resume:
-        run_dir, updates = Path(args.resume), checkpoint["updates"]
-        for name in modules.keys() & checkpoint.keys():
-            modules[name].load_state_dict(checkpoint[name])
+        run_dir = Path(args.resume)
+        try:
+            updates = checkpoint["updates"]
+            last_returns.extend(checkpoint["last_returns"])
+            for name in modules:
+                if name in checkpoint or name != "replay":  # which may begin to be saved, or cease
+                    modules[name].load_state_dict(checkpoint[name])
+        except (LookupError, RuntimeError, TypeError, ValueError) as error:
+            fail(f"{args.resume} does not fit the flags or this version of {SCRIPT}.py: {error}")
         optimizer.param_groups[0] |= dict(lr=args.learning_rate, eps=args.adam_eps)  # flags may change them
         auxiliary.param_groups[0] |= dict(lr=args.auxiliary_lr, eps=args.adam_eps)
     actor = Actor(args, envs, agent, curiosity)
@@ -1046,7 +1067,7 @@ def evaluate(args: Args) -> list[float]:
     try:
         agent.load_state_dict(checkpoint["agent"])
         curiosity.load_state_dict(checkpoint["curiosity"])
-    except RuntimeError as error:
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
         fail(f"the agent of {args.evaluate} does not fit {args.env_id}: {error}")
     actor, rng, returns = Actor(args, envs, agent, curiosity), np.random.default_rng(seed), []
     while len(returns) < args.eval_episodes:

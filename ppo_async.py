@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.10"
 # dependencies = [
-#     "ale-py>=0.12", "gymnasium[classic-control]>=1.4", "numpy", "tensorboard",
+#     "ale-py>=0.12", "filelock>=3.13", "gymnasium[classic-control]>=1.4", "numpy", "tensorboard",
 #     "torch>=2.6", "tqdm", "tyro>=1",
 # ]
 # ///
@@ -47,6 +47,7 @@ import torch
 import torch.nn as nn
 import tyro
 from ale_py.vector_env import AtariVectorEnv
+from filelock import FileLock, Timeout
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
@@ -599,6 +600,8 @@ class Logger:
     """TensorBoard, Weights & Biases with --track, and a progress bar: plain lines if no terminal."""
 
     def __init__(self, args: Args, run_dir: Path, first_step: int):
+        if args.resume:  # before anything is written to its folder; a new run has none yet
+            self.lock = lock(run_dir)
         if args.track:
             try:
                 import wandb
@@ -614,6 +617,7 @@ class Logger:
                 fail(f"--track: {error}")
         try:  # hiding what was logged but not saved
             self.writer = SummaryWriter(run_dir, purge_step=first_step + 1)
+            self.lock = lock(run_dir)
         except OSError as error:
             fail(f"{run_dir}: {error}")
         self.writer.add_text("args", "\n".join(f"    {k}: {v}" for k, v in asdict(args).items()))
@@ -635,6 +639,17 @@ class Logger:
     def close(self):
         self.bar.close()
         self.writer.close()
+        self.lock.release(force=True)
+
+
+def lock(run_dir: Path) -> FileLock:
+    """Refuses a run folder in which another process trains. The lock ends with the process that holds it."""
+    held = FileLock(run_dir / "lock", is_singleton=True)
+    try:
+        held.acquire(timeout=0)
+    except Timeout:
+        fail(f"another process trains in {run_dir}")
+    return held
 
 
 def save_checkpoint(run_dir: Path, **state):
@@ -708,9 +723,12 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
     last_returns = deque(maxlen=100)
     if args.resume:
         run_dir, first_iteration = Path(args.resume), checkpoint["iteration"]
-        last_returns.extend(checkpoint["last_returns"])
-        agent.load_state_dict(checkpoint["agent"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
+        try:
+            agent.load_state_dict(checkpoint["agent"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            last_returns.extend(checkpoint["last_returns"])
+        except (LookupError, RuntimeError, TypeError, ValueError) as error:
+            fail(f"{args.resume} does not fit the flags or this version of {SCRIPT}.py: {error}")
     saved, first_step, start = first_iteration, first_iteration * args.batch_size, time.time()
     if RANK == 0:
         logger = Logger(args, run_dir, first_step)
@@ -831,7 +849,7 @@ def evaluate(args: Args) -> list[float]:
     agent, returns = Agent(group.envs, args).to(args.device), []
     try:
         agent.load_state_dict(load_checkpoint(args.evaluate)["agent"])
-    except RuntimeError as error:
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
         fail(f"the agent of {args.evaluate} does not fit {args.env_id}: {error}")
     if group.row["obs"].ndim == 2:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs

@@ -1,6 +1,9 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["gymnasium[mujoco]>=1.4", "numpy", "tensorboard", "torch>=2.6", "tqdm", "tyro>=1"]
+# dependencies = [
+#     "filelock>=3.13", "gymnasium[mujoco]>=1.4", "numpy", "tensorboard",
+#     "torch>=2.6", "tqdm", "tyro>=1",
+# ]
 # ///
 """PPO for continuous actions: ppo.py and the 9 details of openai/baselines for robotics tasks.
 
@@ -35,6 +38,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import tyro
+from filelock import FileLock, Timeout
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
@@ -399,6 +403,8 @@ class Logger:
     """TensorBoard, Weights & Biases with --track, and a progress bar: plain lines if no terminal."""
 
     def __init__(self, args: Args, run_dir: Path, first_step: int):
+        if args.resume:  # before anything is written to its folder; a new run has none yet
+            self.lock = lock(run_dir)
         if args.track:
             try:
                 import wandb
@@ -414,6 +420,7 @@ class Logger:
                 fail(f"--track: {error}")
         try:  # hiding what was logged but not saved
             self.writer = SummaryWriter(run_dir, purge_step=first_step + 1)
+            self.lock = lock(run_dir)
         except OSError as error:
             fail(f"{run_dir}: {error}")
         self.writer.add_text("args", "\n".join(f"    {k}: {v}" for k, v in asdict(args).items()))
@@ -435,6 +442,17 @@ class Logger:
     def close(self):
         self.bar.close()
         self.writer.close()
+        self.lock.release(force=True)
+
+
+def lock(run_dir: Path) -> FileLock:
+    """Refuses a run folder in which another process trains. The lock ends with the process that holds it."""
+    held = FileLock(run_dir / "lock", is_singleton=True)
+    try:
+        held.acquire(timeout=0)
+    except Timeout:
+        fail(f"another process trains in {run_dir}")
+    return held
 
 
 def save_checkpoint(run_dir: Path, **state):
@@ -510,11 +528,16 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")
     run_dir = Path(args.resume or f"runs/{run_name}")
-    checkpoint = load_checkpoint(args.resume) if args.resume else dict(iteration=0, last_returns=[])
-    first_iteration, last_returns = checkpoint["iteration"], deque(checkpoint["last_returns"], maxlen=100)
+    first_iteration, last_returns = 0, deque(maxlen=100)
     if args.resume:
-        agent.load_state_dict(checkpoint["agent"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
+        checkpoint = load_checkpoint(args.resume)
+        try:
+            agent.load_state_dict(checkpoint["agent"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            last_returns.extend(checkpoint["last_returns"])
+            first_iteration = checkpoint["iteration"]
+        except (LookupError, RuntimeError, TypeError, ValueError) as error:
+            fail(f"{args.resume} does not fit the flags or this version of {SCRIPT}.py: {error}")
     saved, first_step, start = first_iteration, first_iteration * args.batch_size, time.time()
     if RANK == 0:
         logger = Logger(args, run_dir, first_step)
@@ -626,7 +649,7 @@ def evaluate(args: Args) -> list[float]:
     agent, returns = Agent(envs).to(args.device), []
     try:
         agent.load_state_dict(load_checkpoint(args.evaluate)["agent"])
-    except RuntimeError as error:
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
         fail(f"the agent of {args.evaluate} does not fit {args.env_id}: {error}")
     obs, _ = envs.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # no seed of training
     while len(returns) < args.eval_episodes:

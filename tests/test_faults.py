@@ -7,6 +7,7 @@ scripts but one.
 """
 
 import atexit
+import ctypes
 import io
 import itertools
 import multiprocessing
@@ -179,7 +180,7 @@ def sigkill(script):
     assert_whole(script, run_dir, last)
     ends = [step for step, _ in scalars(run_dir, "charts/episodic_return")]
     assert script is ppo_atari or ends == sorted([*range(64, 64 * last + 1, 64)] * 4)
-    assert {path.name.split(".")[0] for path in run_dir.iterdir()} == {"checkpoint", "events"}
+    assert {path.name.split(".")[0] for path in run_dir.iterdir()} == {"checkpoint", "events", "lock"}
     assert not (run_dir / "checkpoint.tmp").exists()
 
 
@@ -251,6 +252,52 @@ def two_runs_in_a_second(script):
         assert_whole(script, run_dir, 6)
 
 
+@fault
+def another_process_trains_in_the_folder(script):
+    """It is refused and writes nothing; once the first process is gone, killed or not, the run goes on."""
+    first, deadline = start(script, *flags(script, total_timesteps=10**9)), time.time() + 30
+    while not (found := list(Path("runs").glob("*/checkpoint.pt"))) and time.time() < deadline:
+        time.sleep(0.01)
+    run_dir = found[0].parent
+    second = end(start(script, "--resume", run_dir, sabotage=partial(later, 1), number=1), 1)
+    assert_one_line(second, f"another process trains in {run_dir}")
+    assert len(list(run_dir.glob("events*"))) == 1 and first.is_alive()
+    first.kill()
+    assert end(first).code == -signal.SIGKILL
+    state = script.load_checkpoint(run_dir)
+    last = state["iteration"] + 3
+    more = ["--total-timesteps", last * state["args"].batch_size]
+    assert run(script, "--resume", run_dir, *more, sabotage=partial(later, 2)).code == 0
+    assert_whole(script, run_dir, last)
+
+
+def without_linux():
+    """Python as on Windows and macOS together: what either of them lacks is gone."""
+    sys.platform = "win32"
+    for module in ("fcntl", "resource", "pwd", "termios"):
+        sys.modules[module] = None
+    for name in ("SIGALRM", "SIGKILL", "SIGUSR1", "alarm", "setitimer", "pthread_kill", "pthread_sigmask"):
+        delattr(signal, name)
+    for name in (
+        "fork",
+        "sched_setaffinity",
+        "sched_getaffinity",
+        "memfd_create",
+        "posix_fallocate",
+        "getpgid",
+    ):
+        delattr(os, name)
+    ctypes.CDLL = None
+
+
+@fault
+def another_operating_system(script):
+    ended = run(script, *flags(script), sabotage=without_linux)
+    assert ended.code == 0, ended.err
+    (run_dir,) = Path("runs").iterdir()
+    assert_whole(script, run_dir, 6)
+
+
 def unreachable():
     os.environ |= dict(WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY=40 * "a")
 
@@ -305,6 +352,28 @@ def torn_checkpoint(script):
 @fault
 def foreign_checkpoint(script):
     refused(script, saved(dict(script="ppo", args=asdict(ppo.Args()))), "is a checkpoint of ppo.py")
+
+
+MISFITS = {impala_vtrace: ["--lstm"], ngu_r2d2: ["--replay-steps", "1600"]}
+
+
+@fault
+def misfit_checkpoint(script):
+    """A checkpoint without a part or with one of another layout; a flag that changes what was saved."""
+    assert run(script, *flags(script, save_every=1)).code == 0
+    (run_dir,) = Path("runs").iterdir()
+    whole = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    before = sorted(run_dir.iterdir())
+    for part in whole.keys() - {"script", "args", "iteration", "replay"}:
+        layouts = [{name: x for name, x in whole.items() if name != part}]
+        layouts += [whole | {part: {"of": ["before"]}}] if isinstance(whole[part], dict) else []
+        for state in layouts:
+            torch.save(state, run_dir / "checkpoint.pt")
+            assert_one_line(run(script, "--resume", run_dir, sabotage=partial(later, 1)), "does not fit")
+    torch.save(whole, run_dir / "checkpoint.pt")
+    if script in MISFITS:
+        assert_one_line(run(script, "--resume", run_dir, *MISFITS[script]), "does not fit the flags")
+    assert sorted(run_dir.iterdir()) == before
 
 
 @fault
