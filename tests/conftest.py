@@ -1,8 +1,13 @@
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as cores run tests, each with one thread
+
 import numpy as np
 import probes  # noqa: F401  registers them
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
 import impala_vtrace
 import ngu_r2d2
@@ -22,7 +27,18 @@ OTHERS |= {"impala_vtrace": impala_vtrace, "ppo_async": ppo_async, "ngu_r2d2": n
 
 @pytest.fixture(autouse=True)
 def in_empty_folder(tmp_path, monkeypatch):
+    """Logs of runs that a test cuts off are closed: their threads would write into a folder that is gone."""
+    writers, original = [], SummaryWriter.__init__
+
+    def init(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        writers.append(self)
+
+    monkeypatch.setattr(SummaryWriter, "__init__", init)
     monkeypatch.chdir(tmp_path)
+    yield
+    for writer in writers:
+        writer.close()
 
 
 @pytest.fixture(params=SCRIPTS)

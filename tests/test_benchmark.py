@@ -215,16 +215,30 @@ def test_scripts_of_the_readme():
     rows = re.findall(row, readme, re.MULTILINE)
     assert {name for name, *_ in rows} == SCRIPTS.keys() | OTHERS.keys()
     with open(RESULTS / "speed.csv") as file:
-        measured = list(csv.DictReader(file))
+        newest = {(row["script"], row["flags"]): row for row in csv.DictReader(file)}
     speeds = ("steps_per_s", "sb3_steps_per_s", "plain_steps_per_s")
     memories = ("peak_mb", "sb3_peak_mb", "plain_peak_mb")
     for name, lines, result, *figures in rows:
         assert int(lines) == len((ROOT / f"{name}.py").read_text().splitlines())
         results = "".join(re.findall(rf"^\| {name} \|.*$", readme, re.MULTILINE))
         assert all(number in results for number in re.findall(r"[−\d.]*\d\.\d+", result))
-        ours = [row for row in measured if row["script"] == f"{name}.py" and not row["flags"]]
-        found = [[" / ".join(row[x] for x in kind if row[x]) for kind in (speeds, memories)] for row in ours]
-        assert figures in found if figures != ["—", "—"] else not ours
+        row = newest.get((f"{name}.py", ""))
+        found = (
+            [" / ".join(row[x] for x in kind if row[x]) for kind in (speeds, memories)] if row else ["—"] * 2
+        )
+        assert figures == found, name
+
+
+def test_speeds_of_the_readme_with_flags():
+    """Steps per second and times the plain loop, of the newest row with these flags."""
+    with open(RESULTS / "speed.csv") as file:
+        newest = {(row["script"], row["flags"]): row for row in csv.DictReader(file)}
+    prose = re.search(r"### Speed\n(.*?)\n#", (ROOT / "README.md").read_text() + "\n#", re.DOTALL)[1]
+    ppo, continuous = newest["ppo.py", "--compile"], newest["ppo_continuous.py", "--compile"]
+    assert f"`ppo.py` made {ppo['steps_per_s']} and `ppo_continuous.py` {continuous['steps_per_s']}" in prose
+    assert f"{float(ppo['ratio']):.1f} and {float(continuous['ratio']):.1f} times the plain loop" in prose
+    atari = newest["ppo_atari.py", "--amp"]
+    assert f"`ppo_atari.py --amp` {atari['steps_per_s']}, {float(atari['ratio']):.1f} times" in prose
 
 
 def test_the_disco_maze_is_the_papers():
