@@ -92,15 +92,13 @@ def interval(values: np.ndarray, statistic) -> tuple[float, float]:
     """95 % bootstrap interval over seeds; the value itself where all are the same."""
     if len(values) < 2 or np.ptp(values) == 0:
         return float(statistic(values)), float(statistic(values))
-    found = bootstrap(
-        (values,), statistic, method="percentile", rng=np.random.default_rng(0), vectorized=False
-    )
+    found = bootstrap((values,), statistic, method="percentile", rng=np.random.default_rng(0))
     return float(found.confidence_interval.low), float(found.confidence_interval.high)
 
 
-def iqm(values: np.ndarray) -> float:
-    """Interquartile mean."""
-    return float(trim_mean(values, 0.25))
+def iqm(values: np.ndarray, axis: int = -1) -> np.ndarray:
+    """Interquartile mean along an axis."""
+    return trim_mean(values, 0.25, axis=axis)
 
 
 def goal(target: Target, result: Result) -> tuple[float, float] | None:
