@@ -18,10 +18,11 @@ from pathlib import Path
 import pytest
 from conftest import OTHERS, SCRIPTS
 
+pytestmark = pytest.mark.xdist_group("readme")  # one after the other, in one process
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 COMMANDS = [re.sub(r"\s+#.*", "", line) for block in BLOCKS for line in block.splitlines()]
-COMMANDS = [line.split("&& .venv/bin/")[-1] for line in COMMANDS if not line.endswith("-m pytest")]
+COMMANDS = [line.split("&& .venv/bin/")[-1] for line in COMMANDS if "-m pytest" not in line]
 SHORTER = [  # of tools; scripts make two iterations, or two more where one goes on
     (r"run\.py classic --seeds 1\.\.3", "run.py classic --seeds 1 --scripts ppo --total-timesteps 2048"),
     (r"watch\.py", "watch.py --episodes 1"),
