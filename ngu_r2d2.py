@@ -76,7 +76,9 @@ class Args:
     burn_in: int = 10  # steps that only warm up the LSTM's state
     unroll: int = 40  # steps to train on
     period: int = 40  # steps between the beginnings of an episode's sequences
-    replay_steps: int = 100_000  # capacity in environment steps; novelty in it is as old as it is
+    replay_steps: int = (
+        100_000  # capacity, shared out over torchrun's processes; padding of short episodes counts
+    )
     learning_starts: int = 10_000  # environment steps in the replay before the first update
     priority_exponent: float = 0.9  # 0 draws uniformly
     priority_eta: float = 0.9  # weight of a sequence's largest TD error, against the mean
@@ -87,7 +89,7 @@ class Args:
     # R2D2
     learning_rate: float = 5e-4  # Adam's
     adam_eps: float = 1e-7  # of both optimizers; the paper's 1e-4 drowns the gradients of small rewards
-    batch_sequences: int = 16  # sequences of an update and process
+    batch_sequences: int = 16  # sequences of an update, shared out over torchrun's processes
     updates_per_rollout: int = 2  # updates after num_envs * num_steps environment steps
     target: Literal["nstep", "retrace"] = "nstep"  # value targets
     n_step: int = 5  # steps of an n-step target
@@ -95,6 +97,7 @@ class Args:
     target_every: int = 50  # updates between copies to the target network
     h_eps: float = 1e-3  # of the value rescaling
     hidden_size: int = 128  # of the encoder, the LSTM and the heads
+    squash_reward: bool = True  # the LSTM sees sign(r) log(1 + |r|) of the last reward: hundreds saturate it
     max_grad_norm: float = 40.0  # clip of the global gradient norm
 
     # Never Give Up
@@ -109,7 +112,7 @@ class Args:
     rnd: bool = True  # multiply it by life-long novelty
     rnd_max: float = 5.0  # the largest factor
     train_embedding: bool = True  # by inverse dynamics; without, it stays random
-    embedding_every: int = 500  # updates between copies to the embedding that acts, which empty the memories
+    embedding_every: int = 500  # updates between copies to the embedding of episodes that begin
     auxiliary_steps: int = 20  # last steps of a sequence that train the embedding and the predictor
     auxiliary_lr: float = 5e-4  # their learning rate
     last_reward_weight: float = 1.0  # of an episode's last reward that is not zero
@@ -171,6 +174,10 @@ def parse_args() -> Args:  # differs from ppo.py: sequences and their replay
         (args.rnd_max < 1, "rnd_max must be at least 1"),
         (args.num_iterations < 1, "total_timesteps must be at least num_envs * num_steps"),
         (args.num_envs % WORLD_SIZE, f"the {WORLD_SIZE} processes of torchrun must divide num_envs"),
+        (
+            args.batch_sequences % WORLD_SIZE,
+            f"the {WORLD_SIZE} processes of torchrun must divide batch_sequences",
+        ),
         (args.period > args.unroll, "period must be at most unroll, or steps between sequences are lost"),
         (args.learning_starts > args.replay_steps, "learning_starts must be at most replay_steps"),
         (args.replay_steps < args.period * args.batch_sequences, "replay_steps must hold a batch"),
@@ -338,6 +345,7 @@ class Agent(nn.Module):  # differs from ppo.py: a recurrent dueling Q network of
         super().__init__()
         self.num_actions, self.num_policies = int(envs.single_action_space.n), args.num_policies
         self.amp, self.hidden_size, size = args.amp, args.hidden_size, args.hidden_size
+        self.squash_reward = args.squash_reward
         shape = scaled(torch.as_tensor(envs.single_observation_space.sample())[None]).shape[1:]
         self.encoder = encoder(shape, size)
         self.lstm = nn.LSTM(size + self.num_actions + 2 + args.num_policies, size)
@@ -361,7 +369,10 @@ class Agent(nn.Module):  # differs from ppo.py: a recurrent dueling Q network of
         rows: as Envs has them, with features() of their observations; episodes begin in the first alone.
         state: (2, N, hidden_size), before it.
         """
-        one_hot, rewards = nn.functional.one_hot, torch.stack((rows["r_ext"], rows["r_int"]), -1)
+        one_hot, r_ext = nn.functional.one_hot, rows["r_ext"]
+        if self.squash_reward:
+            r_ext = r_ext.sign() * r_ext.abs().log1p()
+        rewards = torch.stack((r_ext, rows["r_int"]), -1)
         actions = one_hot(rows["last_actions"], self.num_actions)
         x = torch.cat((rows["features"], actions, rewards, one_hot(rows["policies"], self.num_policies)), -1)
         state = state * ~rows["starts"][0, :, None]
@@ -399,9 +410,13 @@ def h(x: Tensor, eps: float = 1e-3) -> Tensor:
 
 
 def h_inv(x: Tensor, eps: float = 1e-3) -> Tensor:
-    """Its inverse. Choice 5: eps as in NGU's table, and the root is squared, which its appendix E forgot."""
-    root = (1 + 4 * eps * (x.abs() + 1 + eps)).sqrt()
-    return x.sign() * (((root - 1) / (2 * eps)) ** 2 - 1)
+    """Its inverse. Choice 5: eps as in NGU's table, and the root is squared, which its appendix E forgot.
+
+    The root is a quotient whose parts do not cancel: the paper's difference of two numbers near 1 does.
+    """
+    y = x.abs() + 1 + eps
+    root = 2 * y / (1 + (1 + 4 * eps * y).sqrt())
+    return x.sign() * (root - 1) * (root + 1)
 
 
 def nstep_targets(rewards: Tensor, discounts: Tensor, ends: Tensor, values: Tensor, n: int) -> Tensor:
@@ -438,7 +453,7 @@ def sequence_priority(td_errors: Tensor, eta: float, mask: Tensor | None = None)
 
 def episodic_reward(
     squared_distances: np.ndarray,
-    mean_squared_distance: float,
+    mean_squared_distance: np.ndarray | float,
     kernel_eps: float = 1e-3,
     cluster_distance: float = 0.008,
     constant: float = 0.001,
@@ -446,11 +461,14 @@ def episodic_reward(
 ) -> np.ndarray:
     """Novelty (N,) by squared distances (N, k) to the nearest memories of the episode, algorithm 1 of NGU.
 
+    mean_squared_distance: (N, 1), or one number for all.
+
     Choice 4: where memories are fewer than k, the others are infinitely far, and the sum counts as one of k.
     The constant is outside of the root, as in the algorithm.
     """
     found = np.isfinite(squared_distances).sum(-1).clip(1)
-    distances = np.maximum(squared_distances / max(mean_squared_distance, 1e-12) - cluster_distance, 0)
+    distances = squared_distances / np.maximum(mean_squared_distance, 1e-12) - cluster_distance
+    distances = np.maximum(distances, 0)
     kernel = kernel_eps / (distances + kernel_eps)
     similarity = np.sqrt(kernel.sum(-1) * squared_distances.shape[-1] / found) + constant
     return np.where(similarity > max_similarity, 0, 1 / similarity)
@@ -523,6 +541,14 @@ def q_loss(agent: Agent, target: Agent, batch: dict[str, Tensor], family: tuple[
 # === Curiosity ===============================================================================
 
 
+def mean_over_processes(x: Tensor) -> Tensor:
+    """Of torchrun."""
+    mean = x / WORLD_SIZE
+    if WORLD_SIZE > 1:
+        torch.distributed.all_reduce(mean)
+    return mean
+
+
 class RunningNorm(nn.Module):
     # differs from ppo_continuous.py: of tensors, and forgets beyond a horizon
     """Mean and variance of what was seen, by its last `horizon` members or so, as buffers."""
@@ -530,17 +556,25 @@ class RunningNorm(nn.Module):
     def __init__(self, *shape: int, horizon: float = np.inf):
         super().__init__()
         self.horizon = horizon
-        for name, x in dict(mean=torch.zeros(shape), var=torch.ones(shape), count=torch.tensor(1e-4)).items():
+        for name, x in dict(mean=torch.zeros(shape), var=torch.ones(shape), count=torch.tensor(0.0)).items():
             self.register_buffer(name, x)
 
     def update(self, x: Tensor):
-        """With a batch (n, ...)."""
+        """With a batch (n, ...), but in evaluation."""
+        if not self.training:
+            return
         n, mean, total = len(x), x.mean(0), self.count + len(x)
         delta, var = mean - self.mean, ((x - mean) ** 2).mean(0)  # var() takes ten times as long
         m2 = self.var * self.count + var * n + delta**2 * self.count * n / total
         self.mean += delta * n / total
         self.var.copy_(m2 / total)
         self.count.copy_(total.clamp(max=self.horizon))
+
+    def merge(self):
+        """With those of torchrun's other processes, which have seen as many."""
+        mean = mean_over_processes(self.mean)
+        self.var.copy_(mean_over_processes(self.var + (self.mean - mean) ** 2))
+        self.mean.copy_(mean)
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - self.mean).div_((self.var + 1e-8).sqrt())
@@ -553,28 +587,70 @@ class Curiosity(nn.Module):
         super().__init__()
         shape = scaled(torch.as_tensor(envs.single_observation_space.sample())[None]).shape[1:]
         self.args, num_actions = args, int(envs.single_action_space.n)
-        self.embedding, self.acting_embedding = (encoder(shape, 32) for _ in range(2))
+        self.embedding = encoder(shape, 32)
         self.inverse = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, num_actions))
         self.rnd_target, self.rnd_predictor = (encoder(shape, 128)[:-1] for _ in range(2))
         nn.ModuleList((self.embedding, self.inverse)).requires_grad_(args.train_embedding)
         self.rnd_predictor.requires_grad_(args.rnd)
-        nn.ModuleList((self.rnd_target, self.acting_embedding)).requires_grad_(False)
+        self.rnd_target.requires_grad_(False)
         self.whitening = RunningNorm(1, *shape).to(memory_format=torch.channels_last)  # as what it whitens
         self.errors, self.novelties = RunningNorm(horizon=2e3), RunningNorm()
-        self.register_buffer("distances", torch.zeros(2))  # sum and number
         self.memory = np.zeros((num_envs, args.memory_size, 32), np.float32)
         self.remembered = np.zeros(num_envs, np.int64)
         self.refresh()
+        self.embeddings = [self.acting_embedding] * num_envs  # of the episode in each environment
 
     def refresh(self):
-        """Act with the embedding as it is now, and begin() anew: memories of another one are worthless."""
-        self.acting_embedding.load_state_dict(self.embedding.state_dict())
+        """Embed episodes that begin from now on by the embedding as it is now.
+
+        An episode keeps the embedding that it began with, as its memories are of that one.
+        """
+        self.acting_embedding = deepcopy(self.embedding).requires_grad_(False)
+        device = self.whitening.mean.device
+        self.acting_embedding.register_buffer("distances", torch.zeros(2, device=device))  # sum and number
+
+    def merge(self):
+        """Statistics with those of torchrun's other processes."""
+        for norm in (self.whitening, self.errors, self.novelties):
+            norm.merge()
+        distances = self.acting_embedding.distances
+        distances.copy_(mean_over_processes(distances))
 
     def begin(self, obs: Tensor, starts: np.ndarray):
-        """Forget all where an episode begins but its first observation."""
+        """Where an episode begins: forget all but its first observation, and take the newest embedding."""
         self.remembered[starts] = 0
+        for n in starts.nonzero()[0]:
+            self.embeddings[n] = self.acting_embedding
         if starts.any():
-            self.remember(self.acting_embedding(scaled(obs)).cpu().numpy(), starts)
+            self.remember(self.embed(scaled(obs)), starts)
+
+    def users(self, embedding: nn.Module) -> list[int]:
+        """The environments whose episodes began with an embedding."""
+        return [n for n, used in enumerate(self.embeddings) if used is embedding]
+
+    def embed(self, x: Tensor) -> np.ndarray:
+        """Scaled observations (N, ...) embedded, (N, 32), each by the embedding of its episode."""
+        embedded = np.zeros((len(x), 32), np.float32)
+        for embedding in set(self.embeddings):
+            n = self.users(embedding)
+            embedded[n] = embedding(x[n]).cpu().numpy()
+        return embedded
+
+    def mean_distances(self, nearest: np.ndarray) -> np.ndarray:
+        """Mean squared distances (N, 1) to go with the squared distances (N, neighbors) of this step.
+
+        Choice 3: a running mean of all environments, updated before its use, kept across episodes; of the
+        last hundred steps, as the agent changes. Each embedding has its own, as each has its own scale.
+        """
+        means = np.zeros((len(nearest), 1))
+        for embedding in set(self.embeddings):
+            n = self.users(embedding)
+            found = nearest[n][np.isfinite(nearest[n])]
+            distances = embedding.distances
+            if self.training:
+                distances.mul_(0.99).add_(distances.new_tensor((found.sum(), found.size)))
+            means[n] = (distances[0] / distances[1].clamp(min=1)).item()
+        return means
 
     def remember(self, embedded: np.ndarray, where: np.ndarray):
         n = where.nonzero()[0]
@@ -597,29 +673,27 @@ class Curiosity(nn.Module):
         compared with what was seen before it, and then remembered itself.
         """
         args, x = self.args, scaled(obs)
-        embedded = self.acting_embedding(x).cpu().numpy()
+        embedded = self.embed(x)
         nearest = self.nearest(embedded)
-        found = nearest[np.isfinite(nearest)]
-        # choice 3: one running mean of all environments, updated before its use, kept across episodes; of the
-        # last hundred steps, as the embedding changes
-        self.distances.mul_(0.99).add_(self.distances.new_tensor((found.sum(), found.size)))
-        mean = (self.distances[0] / self.distances[1].clamp(min=1)).item()
+        mean = self.mean_distances(nearest)
         novelty = episodic_reward(nearest, mean, args.kernel_eps)
         if args.bonus == "long-run-mean":
             self.novelties.update(torch.from_numpy(novelty).float().to(obs.device))
             novelty /= self.novelties.mean.item()
         else:
-            novelty /= episodic_reward(np.full((1, args.neighbors), mean), mean, args.kernel_eps)
+            novelty /= episodic_reward(mean.repeat(args.neighbors, axis=1), mean, args.kernel_eps)
         if args.bonus == "calibrated":  # choice 2: what is as far as usual is worth 1, and nothing more: the
             novelty = novelty.clip(max=1)  # first steps of an episode were worth 3 to 10, whatever was done
         self.remember(embedded, np.ones(len(obs), bool))
-        info = dict(novelty=novelty.mean(), distance=mean, memory=self.remembered.mean())
+        info = dict(novelty=novelty.mean(), distance=mean.mean(), memory=self.remembered.mean())
         alpha = np.ones(len(obs))
         if args.rnd:  # section 2: 1 + (error - mean) / standard deviation, in [1, rnd_max]
             self.whitening.update(x)
             errors = self.prediction_errors(x)
             self.errors.update(errors)
-            alpha = 1 + self.errors(errors).cpu().numpy()
+            # Errors have no scale, as they shrink while the predictor learns: no constant is added to theirs.
+            deviation = self.errors.var.sqrt().clamp(min=torch.finfo(torch.float32).tiny)
+            alpha = 1 + ((errors - self.errors.mean) / deviation).cpu().numpy()
             info |= dict(alpha_at_least=(alpha <= 1).mean(), alpha_at_most=(alpha >= args.rnd_max).mean())
             alpha = alpha.clip(1, args.rnd_max)
         info |= dict(alpha=alpha.mean(), reward=(novelty * alpha).mean())
@@ -662,7 +736,7 @@ class Replay:  # differs from impala_vtrace.py: cuts its sequences from episodes
 
     def __init__(self, args: Args, row: dict[str, np.ndarray], hidden_size: int):
         self.args, self.size, N = args, args.length + 1, len(row["obs"])
-        self.capacity = args.replay_steps // args.period
+        self.capacity = args.replay_steps // (WORLD_SIZE * args.period)
         row = {name: x for name, x in row.items() if name != "starts"}
         self.windows = {k: np.zeros((self.size, N, *x.shape[1:]), x.dtype) for k, x in row.items()}
         self.fields = {k: np.zeros((self.size, self.capacity, *x.shape[1:]), x.dtype) for k, x in row.items()}
@@ -672,6 +746,7 @@ class Replay:  # differs from impala_vtrace.py: cuts its sequences from episodes
         self.states = np.zeros((args.length // args.period + 1, 2, N, hidden_size), np.float32)
         self.filled, self.first = np.zeros(N, np.int64), np.ones(N, bool)  # rows of a window; of the episode?
         self.priorities, self.added = np.zeros(self.capacity), 0
+        self.new_steps = np.zeros(self.capacity, np.int64)  # of a sequence, that are not in the one before
 
     @property
     def num_bytes(self) -> int:
@@ -692,6 +767,7 @@ class Replay:  # differs from impala_vtrace.py: cuts its sequences from episodes
         for n in ((self.filled == self.size) | over).nonzero()[0]:
             trained = 0 if self.first[n] else self.args.length - self.args.period  # by the sequence before
             if self.filled[n] - 1 > trained:
+                self.new_steps[self.added % self.capacity] = self.filled[n] - 1 - trained
                 self.store(n)
             self.first[n] = over[n]
             if over[n]:
@@ -732,14 +808,21 @@ class Replay:  # differs from impala_vtrace.py: cuts its sequences from episodes
         batch["policies"][:, others] = rng.integers(self.args.num_policies, size=others.sum())
         return at, batch | dict(weights=(weights / weights.max()).astype(np.float32))
 
+    def is_filled(self, steps: int) -> bool:
+        """Whether it holds so many environment steps, padding not counted, or as much as it can."""
+        return self.new_steps.sum() >= steps or len(self) == self.capacity
+
     def state_dict(self) -> dict:
         stored = {name: torch.from_numpy(x[:, : len(self)]).clone() for name, x in self.fields.items()}
-        return dict(fields=stored, priorities=torch.from_numpy(self.priorities.copy()), added=self.added)
+        more = dict(priorities=self.priorities, new_steps=self.new_steps)
+        more = {name: torch.from_numpy(x.copy()) for name, x in more.items()}
+        return dict(fields=stored, added=self.added, **more)
 
     def load_state_dict(self, state: dict):
         for name, x in state["fields"].items():
             self.fields[name][:, : x.shape[1]] = x.numpy()
-        self.priorities[:], self.added = state["priorities"].numpy(), state["added"]
+        self.priorities[:], self.new_steps[:] = state["priorities"].numpy(), state["new_steps"].numpy()
+        self.added = state["added"]
 
 
 # === Logging and checkpoints =================================================================
@@ -979,7 +1062,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         update = torch.compile(update)
 
     replay.append(envs.row | nothing, all_envs, actor.state.cpu().numpy())
-    seen, trained_steps = [], 0
+    seen, trained_steps, batch_sequences = [], 0, args.batch_sequences // WORLD_SIZE
     for iteration in range(first_iteration, args.num_iterations):
         # seeded anew in every iteration, so that there is no random state to save and resume
         seed = int(np.random.SeedSequence((args.seed, iteration, RANK)).generate_state(1)[0])
@@ -997,12 +1080,14 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
             replay.append(arrival, all_envs, state)
             replay.cut(arrival["ends"])
             replay.append(envs.row | nothing, envs.row["starts"], state)
+        if WORLD_SIZE > 1 and args.beta > 0:
+            curiosity.merge()
 
         # 2. update
-        enough = max(args.batch_sequences, args.learning_starts // (WORLD_SIZE * args.period))
-        is_early = over_processes("MAX", len(replay) < enough)
+        is_filled = replay.is_filled(args.learning_starts // WORLD_SIZE) and len(replay) >= batch_sequences
+        is_early = over_processes("MAX", not is_filled)
         for _ in range(0 if is_early else args.updates_per_rollout):
-            places, batch = replay.sample(args.batch_sequences, rng)
+            places, batch = replay.sample(batch_sequences, rng)
             batch = {name: torch.as_tensor(x, device=args.device) for name, x in batch.items()}
             priorities, info = update(batch)
             replay.priorities[places] = priorities.nan_to_num().cpu().numpy() + 1e-6  # NaN ends the run below
@@ -1012,7 +1097,6 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
                 target_agent.load_state_dict(agent.state_dict())
             if updates % args.embedding_every == 0 and args.train_embedding:
                 curiosity.refresh()
-                actor.begin(all_envs)
 
         # 3. log and save
         scalars = {f"losses/{k}": x.item() for k, x in info.items()}
@@ -1069,6 +1153,7 @@ def evaluate(args: Args) -> list[float]:
         curiosity.load_state_dict(checkpoint["curiosity"])
     except (LookupError, RuntimeError, TypeError, ValueError) as error:
         fail(f"the agent of {args.evaluate} does not fit {args.env_id}: {error}")
+    curiosity.eval()  # its statistics stay as they are
     actor, rng, returns = Actor(args, envs, agent, curiosity), np.random.default_rng(seed), []
     while len(returns) < args.eval_episodes:
         _, ended, _ = actor.step(np.full(1, args.eval_epsilon), rng)

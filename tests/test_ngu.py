@@ -319,6 +319,7 @@ def curiosity_of(num_envs=1, **flags):
     envs = Envs(args, num_envs, 1, 1)
     curiosity = Curiosity(envs.envs, args, num_envs)
     curiosity.acting_embedding = torch.nn.ZeroPad1d((0, 29))  # the observation itself
+    curiosity.acting_embedding.register_buffer("distances", torch.zeros(2))
     return curiosity
 
 
@@ -364,28 +365,136 @@ def test_memory_is_emptied_by_an_episode_and_the_mean_is_not():
     curiosity = curiosity_of(num_envs=2, rnd=False)
     curiosity.begin(at(0.0, 0.0), np.ones(2, bool))
     curiosity(at(1.0, 1.0))
-    before = curiosity.distances.clone()
+    before = curiosity.acting_embedding.distances.clone()
     curiosity.begin(at(5.0, 9.0), np.array([True, False]))
-    assert curiosity.remembered.tolist() == [1, 2] and torch.equal(curiosity.distances, before)
+    assert curiosity.remembered.tolist() == [1, 2] and torch.equal(
+        curiosity.acting_embedding.distances, before
+    )
     nearest = curiosity.nearest(np.zeros((2, 32), np.float32))
     assert nearest[0, :2].tolist() == [25, np.inf] and sorted(nearest[1, :3]) == [0, 1, np.inf]
-    assert {"distances", "whitening.mean", "errors.mean"} <= curiosity.state_dict().keys()
+    assert {"acting_embedding.distances", "whitening.mean", "errors.mean"} <= curiosity.state_dict().keys()
 
 
 @torch.no_grad()
 def test_embedding_acts_as_it_was_until_refreshed():
-    """Memories and what is compared with them are of one embedding; a refresh begins them anew."""
+    """Memories and what is compared with them are of one embedding: that with which an episode began."""
     run = play(small(), 20)
     curiosity, obs = run.curiosity, torch.as_tensor(run.envs.row["obs"])
-    old = curiosity.acting_embedding(obs)
+    old, remembered = curiosity.acting_embedding(obs), curiosity.remembered.copy()
     for x in curiosity.embedding.parameters():
         x += 1
     assert torch.equal(curiosity.acting_embedding(obs), old)
     curiosity.refresh()
-    run.actor.begin(np.ones(3, bool))
     new = curiosity.acting_embedding(obs)
-    assert not torch.allclose(new, old) and curiosity.remembered.tolist() == [1, 1, 1]
-    np.testing.assert_array_equal(curiosity.memory[:, 0], new.numpy())
+    assert not torch.allclose(new, old) and (curiosity.remembered == remembered).all()
+    np.testing.assert_array_equal(curiosity.embed(obs), old)
+    run.actor.begin(np.array([False, True, False]))
+    expected = torch.stack((old[0], new[1], old[2]))
+    np.testing.assert_allclose(curiosity.embed(obs), expected, rtol=1e-6)
+    assert curiosity.remembered.tolist() == [remembered[0], 1, remembered[2]]
+    np.testing.assert_allclose(curiosity.memory[1, 0], new[1], rtol=1e-6)
+
+
+@torch.no_grad()
+def test_places_of_an_episode_are_paid_once_however_often_the_embedding_changes():
+    """Pacing to and fro over 20 places, in one episode, with a refresh every 30 steps and without."""
+    paid = []
+    for every in (30, 10**6):
+        torch.manual_seed(0)
+        curiosity = curiosity_of(rnd=False, memory_size=1000)
+        curiosity.begin(at(0.0), np.ones(1, bool))
+        total = []
+        for t in range(400):
+            place = float(abs((t + 1) % 40 - 20))
+            total.append(curiosity(at(place))[0].item())
+            if (t + 1) % every == 0:
+                curiosity.refresh()
+        paid.append(total)
+    assert paid[0] == paid[1] and sum(paid[0][:40]) > 5 * sum(paid[0][360:])
+
+
+@torch.no_grad()
+def test_each_embedding_has_its_own_mean_distance():
+    """A new one, whose distances are a hundred times as large, begins with the first of them."""
+    curiosity = curiosity_of(num_envs=2, rnd=False)
+    curiosity.begin(at(0.0, 0.0), np.ones(2, bool))
+    for x in range(1, 50):
+        curiosity(at(float(x), float(x)))
+    old = curiosity.acting_embedding
+    before = old.distances[0] / old.distances[1]
+    curiosity.acting_embedding = torch.nn.Sequential(torch.nn.ZeroPad1d((0, 29)), Times(10))
+    curiosity.acting_embedding.register_buffer("distances", torch.zeros(2))
+    curiosity.begin(at(0.0, 0.0), np.array([True, False]))
+    reward, _, info = curiosity(at(1.0, 50.0))
+    assert curiosity.acting_embedding.distances.tolist() == [100, 1] and reward[0] == pytest.approx(1)
+    assert old.distances[0] / old.distances[1] == pytest.approx(before.item(), rel=0.1)
+
+
+class Times(torch.nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
+
+
+@torch.no_grad()
+def test_the_mean_distance_forgets():
+    """Of the last hundred steps: after 500 of distance 1, 500 of distance 2 count alone."""
+    curiosity = curiosity_of(rnd=False, neighbors=1, memory_size=1)
+    curiosity.begin(at(0.0), np.ones(1, bool))
+    for step, reach in ((500, 1.0), (500, 2.0)):
+        for t in range(step):
+            _, _, info = curiosity(at(reach * ((t + 1) % 2)))
+        assert info["distance"] == pytest.approx(reach**2, rel=0.02)
+
+
+@torch.no_grad()
+def test_evaluation_leaves_all_statistics_as_they_are(monkeypatch):
+    """So that an episode's result does not depend on how many were played before."""
+    run_dir, made = ngu_r2d2.train(small()), []
+    original = Curiosity.__init__
+
+    def init(self, *args):
+        original(self, *args)
+        made.append(self)
+
+    monkeypatch.setattr(Curiosity, "__init__", init)
+    saved = ngu_r2d2.load_checkpoint(run_dir)
+    args = saved["args"]
+    args.evaluate, args.eval_episodes = str(run_dir), 20
+    ngu_r2d2.evaluate(args)
+    after = made[-1].state_dict()
+    assert len(after) > 20 and after.keys() == saved["curiosity"].keys()
+    assert all(torch.equal(x, saved["curiosity"][name]) for name, x in after.items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_alpha_does_not_depend_on_the_scale_of_errors(scale):
+    """A constant beside the variance would damp small errors: with 1e-8, alpha is 1 for all of 1e-6."""
+    curiosity, rng = curiosity_of(num_envs=4), np.random.default_rng(0)
+    curiosity.begin(at(0.0, 0.0, 0.0, 0.0), np.ones(4, bool))
+    alphas = []
+    for _ in range(20):
+        errors = torch.from_numpy(rng.exponential(size=4)).float() * scale
+        curiosity.prediction_errors = lambda obs, errors=errors: errors
+        alphas.append(curiosity(at(1.0, 1.0, 1.0, 1.0))[1])
+    assert np.mean(alphas) == pytest.approx(1.35, abs=0.1)
+
+
+def test_training_forgets_nothing_but_where_episodes_begin(monkeypatch):
+    """Whether the embedding changes with every update or never."""
+    begun, original = [], Curiosity.begin
+    for every in (1, 10**6):
+        begins = []
+        monkeypatch.setattr(
+            Curiosity, "begin", lambda *args, to=begins: (to.append(args[2].tolist()), original(*args))
+        )
+        ngu_r2d2.train(small(embedding_every=every))
+        begun.append(begins)
+    assert begun[0] == begun[1] and len(begun[0]) == 161
 
 
 def test_training_refreshes_the_embedding_that_acts():
