@@ -187,6 +187,86 @@ def test_retrace_targets_by_definition():
     torch.testing.assert_close(greedy, nstep_targets(rewards, discounts, ends, values, 1))
 
 
+def test_inverse_in_float32():
+    """The paper's difference of two numbers near 1 has errors of 1e-4 near 0, and 170 values for these."""
+    x = torch.linspace(-0.01, 0.01, 1_000_001)
+    exact = h_inv(x.double())
+    assert (h_inv(x) - exact).abs().max() < 1e-6 and len(h_inv(x).unique()) > 100_000
+    large = torch.logspace(-6, 4, 1000, dtype=torch.float64)
+    root = ((1 + 4e-3 * (large + 1 + 1e-3)).sqrt() - 1) / 2e-3  # as the paper writes it, in float64
+    torch.testing.assert_close(h_inv(large), root**2 - 1, rtol=1e-9, atol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("squash_reward", [True, False])
+def test_the_lstm_sees_the_squashed_reward(squash_reward):
+    """Rewards of 300 and -300 as 5.7 and -5.7, or as they are; the bonus as it is."""
+    args = small(squash_reward=squash_reward)
+    agent = Agent(Envs(args, 1, 3, 1).envs, args)
+    seen, original = [], agent.lstm.forward
+    agent.lstm.forward = lambda x, state: (seen.append(x), original(x, state))[1]
+    rewards = torch.tensor([[300.0], [-300.0], [0.0]])
+    rows = dict(last_actions=torch.zeros(3, 1, dtype=torch.long), r_ext=rewards, r_int=rewards)
+    rows |= dict(policies=torch.zeros(3, 1, dtype=torch.long), starts=torch.zeros(3, 1, dtype=torch.bool))
+    agent(rows | dict(features=torch.zeros(3, 1, args.hidden_size)), agent.initial_state(1))
+    expected = rewards.sign() * (1 + rewards.abs()).log() if squash_reward else rewards
+    places = args.hidden_size + agent.num_actions
+    torch.testing.assert_close(seen[0][..., places], expected)
+    torch.testing.assert_close(seen[0][..., places + 1], rewards)
+
+
+def test_learning_begins_after_so_many_steps_padding_not_counted():
+    """Episodes of 1 to 25 steps, sequences of up to 9: the first update comes with the 300th stored step."""
+    steps = []
+    for starts in (100, 300):
+        run_dir = ngu_r2d2.train(small(learning_starts=starts, replay_steps=4000, total_timesteps=960))
+        steps.append(scalars(run_dir, "losses/td_loss")[0][0])
+    # steps of episodes that go on wait in windows of ten rows, one for each of three environments
+    assert 100 <= steps[0] <= 100 + 3 * 10 + 24 and 300 <= steps[1] <= 300 + 3 * 10 + 24
+
+
+def test_steps_of_the_replay_are_counted_once():
+    """Those that two sequences share, too; of sequences that were overwritten, none."""
+    run = play(small(replay_steps=200), 60)
+    stored = run.replay.new_steps.sum()
+    ended = sum(sum(row["ends"] for row in rows) for rows in run.history)
+    assert ended > 10 and len(run.replay) == run.replay.added
+    assert 3 * 60 - 3 * 9 <= stored <= 3 * 60
+    assert not run.replay.is_filled(stored + 1) and run.replay.is_filled(stored)
+    run = play(small(replay_steps=40), 60)
+    assert len(run.replay) == run.replay.capacity == 10 and run.replay.is_filled(10**9)
+    assert run.replay.new_steps.sum() <= 10 * 9
+
+
+def test_training_writes_priorities_into_the_replay(monkeypatch):
+    """Each update gives its sequences those that the loss has found."""
+    found, replays, original = [], [], ngu_r2d2.q_loss
+    sample = Replay.sample
+
+    def spy(*args):
+        result = original(*args)
+        found.append(result[1])
+        return result
+
+    def drawn(self, *args):
+        if found:  # the update before this draw; where a sequence was drawn twice, the last one counts
+            places, priorities = replays[-1], found[-1].numpy() + 1e-6
+            last = {place: priority for place, priority in zip(places.tolist(), priorities, strict=True)}
+            if self.added == added[-1]:
+                assert [self.priorities[n] for n in last] == pytest.approx(list(last.values()))
+                checked.append(len(last))
+        at, batch = sample(self, *args)
+        replays.append(at)
+        added.append(self.added)
+        return at, batch
+
+    added, checked = [], []
+    monkeypatch.setattr(ngu_r2d2, "q_loss", spy)
+    monkeypatch.setattr(Replay, "sample", drawn)
+    ngu_r2d2.train(small(updates_per_rollout=3))
+    assert len(checked) > 20
+
+
 def test_priority_is_of_absolute_errors_not_squares():
     errors = torch.tensor([[3.0, 1.0], [-1.0, 0.0], [100.0, 100.0]])
     mask = torch.tensor([[1, 1], [1, 1], [0, 0]]).bool()
