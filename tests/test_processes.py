@@ -169,3 +169,22 @@ def test_impala_learners_that_average_now_and_then(tmp_path):
     first, second = decoupled("impala_vtrace", tmp_path / "two", "--sync-every", "2", processes=2)
     differ = [(a - b).abs().max().item() > 1e-6 for a, b in zip(first, second, strict=True)]
     assert differ == [False, True, False, True, False, True]
+
+
+def test_never_give_up_in_two_processes(tmp_path):
+    """Other episodes, but the same parameters and statistics to the bit; batch and replay are shared out."""
+    run(*TORCHRUN, ROOT / "tests/ngu_ranks.py", tmp_path)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert not torch.equal(first["played"], second["played"])
+    assert first["parameters"].keys() == second["parameters"].keys() and len(first["parameters"]) > 40
+    for name, x in first["parameters"].items():
+        assert torch.equal(x, second["parameters"][name]), name
+    assert set(first["drawn"]) == set(second["drawn"]) == {2} and len(first["drawn"]) > 20
+    assert first["capacity"] == second["capacity"] == 50
+
+
+def test_processes_must_divide_the_sequences_of_a_batch():
+    command = [*TORCHRUN, ROOT / "ngu_r2d2.py", "--batch-sequences", "3"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    message = "error: the 2 processes of torchrun must divide batch_sequences"
+    assert re.search(message, done.stderr) and not os.listdir()
