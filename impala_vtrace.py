@@ -449,7 +449,8 @@ def impala_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Ten
     logprobs = dist.log_prob(batch["last_actions"][1:])
 
     target_logprobs, behavior_logprobs = logprobs.detach(), batch["logprobs"]
-    ratio = (target_logprobs - behavior_logprobs).exp()
+    logratio = target_logprobs - behavior_logprobs
+    ratio = logratio.exp()
     if args.correction != "vtrace":  # ablations of section 5.2.2: the n-step return, as if on-policy
         behavior_logprobs = target_logprobs
     targets = rewards, discounts, values.detach(), bootstrap_value
@@ -468,7 +469,7 @@ def impala_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Ten
         info = dict(policy_loss=pg_loss.detach(), value_loss=v_loss.detach(), entropy=entropy.detach())
         info = {name: x / ratio.numel() for name, x in info.items()}
         info |= dict(rho=ratio.mean(), rho_clipped=(ratio > args.rho_bar).float().mean())
-        info |= dict(approx_kl=(ratio - 1 - ratio.log()).mean())  # from the policies that acted
+        info |= dict(approx_kl=(ratio - 1 - logratio).mean())  # from the policies that acted
     return loss, info
 
 
@@ -579,7 +580,15 @@ class Actors:
         self.batch_blocks = self.args.new_unrolls // (WORLD_SIZE * self.args.group_size)
         # so few that no actor can fill a second pair while the learner is at the batch before the first:
         # one that is ahead waits, with data that are one version old
-        self.num_blocks = max(2 * len(self.members), self.batch_blocks + len(self.members))
+        at_once = 2 * len(self.members)  # the actors fill so many blocks at a time
+        self.num_blocks = max(at_once, self.batch_blocks + len(self.members))
+        # a round of all actors lasts for so many batches; in turn, an odd block is left for the next batch
+        lag = self.batch_blocks % 2 if self.args.sync else at_once / self.batch_blocks
+        least = 0 if self.args.sync else 1
+        if lag > least and RANK == 0:
+            expected = f"expect unrolls up to {lag:.2g} versions behind the learner instead of {least}"
+            remedy = f"let a batch's new unrolls be a multiple of the {self.args.num_envs} environments"
+            print(f"{SCRIPT}.py: warning: {expected}: {remedy}", file=sys.stderr)
         for _ in range(self.num_blocks):
             self.free.put(Unrolls(self.args, agent, self.row))
         for actor in self.members if not self.args.sync else ():

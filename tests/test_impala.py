@@ -283,6 +283,41 @@ def test_loss_is_summed_and_made_of_its_parts():
     torch.testing.assert_close(info["entropy"], (entropy / 15).detach())
 
 
+@pytest.mark.parametrize(
+    "flags", [{}, dict(rho_bar=0.6), dict(c_bar=0.5), dict(vtrace_lambda=0.4), dict(rho_bar=2.0, c_bar=1.5)]
+)
+def test_loss_clips_and_shortens_as_the_flags_say(flags):
+    """--rho-bar, --c-bar and --vtrace-lambda: the losses of targets by the definition, with those values."""
+    agent, batch = off_policy_batch()
+    with torch.no_grad():
+        dist, values, _ = agent(batch, batch["state"])
+        logprobs = dist.log_prob(batch["last_actions"].roll(-1, 0))[:-1]
+    args = small(**flags)
+    bars = (args.rho_bar, args.c_bar, args.rho_bar, args.vtrace_lambda)
+    rewards, discounts = batch["last_rewards"][1:].clamp(-1, 1), 0.99 * ~batch["starts"][1:]
+    targets = rewards, discounts, values[:-1], values[-1]
+    losses = []
+    for used in (bars, (1.0, 1.0, 1.0, 1.0)):
+        vs, advantages = by_definition(batch["logprobs"], logprobs, *targets, *used)
+        policy_loss = -(logprobs.numpy() * advantages).mean()
+        losses.append((policy_loss, 0.5 * ((vs - values[:-1].numpy()) ** 2).mean()))
+    _, info = impala_loss(agent, batch, args)
+    np.testing.assert_allclose([info["policy_loss"], info["value_loss"]], losses[0], rtol=1e-4)
+    if flags:
+        assert np.abs(np.subtract(*losses)).max() > 1e-3  # it does make a difference
+
+
+def test_diagnostics_survive_a_ratio_that_underflows():
+    """A policy that has left the one that acted far behind: exp(-120) is 0 in float32."""
+    agent, batch = off_policy_batch()
+    batch["logprobs"] = batch["logprobs"] * 0 + 120
+    _, info = impala_loss(agent, batch, small())
+    assert all(x.isfinite() for x in info.values())
+    with torch.no_grad():
+        logprobs = agent(batch, batch["state"])[0].log_prob(batch["last_actions"].roll(-1, 0))[:-1]
+    torch.testing.assert_close(info["approx_kl"], (119 - logprobs).mean())
+
+
 def test_corrections_of_the_ablation():
     """one-step-is weighs the policy gradient of none; epsilon moves it a little; on-policy all agree."""
     agent, batch = off_policy_batch()
