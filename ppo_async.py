@@ -14,8 +14,9 @@
     torchrun --nproc-per-node 2 ppo_async.py                 # environments and gradients shared out over 2
 
 Paper    Berner et al. 2019, https://arxiv.org/abs/1912.06680, section 4.4 and appendix M: a sample made by
-         version N of the policy and trained on by version M is M - N stale. Here a version is an iteration:
-         sample_reuse passes of num_minibatches gradient steps.
+         version N of the policy and trained on by version M is M - N stale. Here a version is an iteration's
+         update: sample_reuse passes of num_minibatches gradient steps. An iteration whose segments were all
+         too stale makes no version.
 Details  numbered as in https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details
 Shapes   T = num_steps, N = environments of a group, B = segments of an iteration / processes. A segment has
          T + 1 observations, as in impala_vtrace.py: actions[t] = last_actions[t + 1], ends and rewards alike.
@@ -67,7 +68,7 @@ class Args:
     # rollout workers
     num_envs: int = 16  # parallel environments, shared out over torchrun's processes
     num_actors: int = 1  # threads of a process for each task, with two groups of environments each
-    num_steps: Annotated[int, tyro.conf.arg(aliases=["--segment-length"])] = 256  # steps of a segment (T)
+    num_steps: Annotated[int, tyro.conf.arg(aliases=["--segment-length"])] = 128  # steps of a segment (T)
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # GAE: 0 is the one-step advantage, 1 is Monte Carlo
     gae_on_learner: bool = False  # advantages by the optimizer's values instead of the workers'
@@ -79,9 +80,10 @@ class Args:
     sample_reuse: float = 1.0  # passes over each sample; below 1, a random share is left out
     max_staleness: int | None = None  # drop segments that are more versions behind
     artificial_delay: int = 0  # hold segments back for so many iterations
+    decoupled: bool = False  # center the policy's clip on the optimizer's policy before the update
 
     # update
-    batch_unrolls: int = 8  # unrolls in a batch, shared out over torchrun's processes
+    batch_unrolls: int = 16  # unrolls in a batch, shared out over torchrun's processes
     learning_rate: float = 2.5e-4  # Adam's, before annealing
     anneal_lr: bool = True  # decay the learning rate linearly to 0
     num_minibatches: int = 4  # minibatches per pass
@@ -358,16 +360,23 @@ def compute_gae(rewards, values, dones, next_value, gamma: float, lam: float) ->
 
 
 def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) -> tuple[Tensor, dict]:
-    # differs from ppo.py: the diagnostics say of each sample whether it was clipped
-    """Loss of a minibatch of tensors (M, ...), and the diagnostics to log."""
+    # differs from ppo.py: the clip may be centered elsewhere; diagnostics of every sample
+    """Loss of a minibatch of tensors (M, ...), and the diagnostics to log.
+
+    args.decoupled is the objective of Hilton et al. 2021, https://arxiv.org/abs/2110.00641: the clip keeps
+    the policy near a recent one, and an importance weight leads from the policy that acted to the recent one.
+    """
     dist, value = agent(batch["obs"])
-    logratio = dist.log_prob(batch["actions"]) - batch["logprobs"]
+    recent_logprobs = batch["recent_logprobs"] if args.decoupled else batch["logprobs"]
+    weight_logratio = recent_logprobs - batch["logprobs"]
+    logratio = dist.log_prob(batch["actions"]) - recent_logprobs
     ratio, advantages = logratio.exp(), batch["advantages"]
     if args.norm_adv:  # detail 7: advantage normalization, per minibatch (with the blog's unbiased std)
         std, mean = torch.std_mean(advantages)
         advantages = (advantages - mean) / (std + 1e-8)
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)  # detail 8: clipped surrogate objective
-    pg_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
+    surrogate = torch.min(advantages * ratio, advantages * clipped_ratio)
+    pg_loss = -(weight_logratio.exp() * surrogate).mean()
 
     error = value - batch["returns"]
     if args.clip_vloss:  # detail 9: value loss clipping: the larger of both errors counts
@@ -381,6 +390,9 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) ->
         info |= dict(old_approx_kl=-logratio.mean(), approx_kl=(ratio - 1 - logratio).mean())
         clipped = (ratio - 1).abs() > clip
         info |= dict(clipfrac=clipped.float().mean(), clipped=clipped)
+        if args.decoupled:  # the other diagnostics are of the policy and the recent one
+            kl = (weight_logratio.exp() - 1 - weight_logratio).mean()
+            info |= dict(behavior_kl=kl)  # from the policies that acted to the recent one
     return loss, info
 
 
@@ -483,7 +495,15 @@ class Actors:
         self.batch_blocks = self.args.new_unrolls // (WORLD_SIZE * self.args.group_size)
         # so few that no actor can fill a second pair while the learner is at the batch before the first:
         # one that is ahead waits, with data that are one version old
-        self.num_blocks = max(2 * len(self.members), self.batch_blocks + len(self.members))
+        at_once = 2 * len(self.members)  # the actors fill so many blocks at a time
+        self.num_blocks = max(at_once, self.batch_blocks + len(self.members))
+        # a round of all actors lasts for so many batches; in turn, an odd block is left for the next batch
+        lag = self.batch_blocks % 2 if self.args.sync else at_once / self.batch_blocks
+        least = 0 if self.args.sync else 1
+        if lag > least and RANK == 0:
+            expected = f"expect unrolls up to {lag:.2g} versions behind the learner instead of {least}"
+            remedy = f"let a batch's new unrolls be a multiple of the {self.args.num_envs} environments"
+            print(f"{SCRIPT}.py: warning: {expected}: {remedy}", file=sys.stderr)
         for _ in range(self.num_blocks):
             self.free.put(Unrolls(self.args, agent, self.row))
         for actor in self.members if not self.args.sync else ():
@@ -704,10 +724,11 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
     lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
     optimizer = torch.optim.Adam(parameters, lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}"
-    run_dir, first_iteration = Path("runs", run_name.replace("/", "-").replace(":", "-")), 0
+    run_dir, first_iteration, version = Path("runs", run_name.replace("/", "-").replace(":", "-")), 0, 0
     last_returns = deque(maxlen=100)
     if args.resume:
         run_dir, first_iteration = Path(args.resume), checkpoint["iteration"]
+        version = checkpoint.get("version", first_iteration)
         last_returns.extend(checkpoint["last_returns"])
         agent.load_state_dict(checkpoint["agent"])
         optimizer.load_state_dict(checkpoint["optimizer"])
@@ -716,13 +737,13 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
         logger = Logger(args, run_dir, first_step)
         print(run_dir)
 
-    def update(batch: dict[str, Tensor], clip: float) -> dict[str, Tensor]:
+    def update(batch: dict[str, Tensor], clip: float, weight: float) -> dict[str, Tensor]:
         with torch.enable_grad():
             loss, info = ppo_loss(agent, batch, clip, args)
         optimizer.zero_grad()
         loss.backward()
         for parameter in parameters if WORLD_SIZE > 1 else ():  # auxiliary detail 2: parallel gradients
-            torch.distributed.all_reduce(parameter.grad.div_(WORLD_SIZE))
+            torch.distributed.all_reduce(parameter.grad.mul_(weight))
         nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)  # detail 11: gradient clipping
         optimizer.step()
         return info
@@ -730,12 +751,12 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
     if args.compile:
         update = torch.compile(update)
 
-    actors.start(agent, first_iteration)
+    actors.start(agent, version)
     held = deque(collect(actors) for _ in range(args.artificial_delay))
     for iteration in range(first_iteration, args.num_iterations):
         # seeded anew in every iteration, so that there is no random state to save and resume
         torch.manual_seed(int(np.random.SeedSequence((args.seed, iteration, RANK)).generate_state(1)[0]))
-        frac = 1 - iteration / args.num_iterations  # detail 4: learning rate annealing
+        frac = 1 - version / args.num_iterations  # detail 4: learning rate annealing, by versions
         optimizer.param_groups[0]["lr"].fill_(args.learning_rate * (frac if args.anneal_lr else 1))
         clip = args.clip_coef * (frac if args.anneal_clip else 1)  # auxiliary detail 1: clip range annealing
         step, infos = (iteration + 1) * args.batch_size, []
@@ -745,7 +766,7 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
         data, versions, ended = held.popleft()
         episodes = [(iteration * args.batch_size + t * args.batch_unrolls, *episode) for t, *episode in ended]
         episodes.sort()
-        staleness = torch.as_tensor(iteration - versions, device=args.device)
+        staleness = torch.as_tensor(version - versions, device=args.device)
         kept = staleness <= (np.inf if args.max_staleness is None else args.max_staleness)
         data = {name: torch.as_tensor(x, device=args.device)[:, kept] for name, x in data.items()}
 
@@ -759,20 +780,27 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
         batch["advantages"] = compute_gae(r, v, d, data["values"][-1], args.gamma, args.gae_lambda)
         batch["returns"] = batch["advantages"] + v
         batch = {name: x.flatten(0, 1) for name, x in batch.items()}  # (T, B, ...) -> (T * B, ...)
+        if args.decoupled:
+            recent, _ = agent(batch["obs"])
+            batch["recent_logprobs"] = recent.log_prob(batch["actions"])
 
         # 3. update
         num_samples, passes = len(batch["obs"]), [1.0] * int(args.sample_reuse) + [args.sample_reuse % 1]
-        if over_processes("MAX", num_samples == 0):  # all too stale, here or in another process
-            passes = []
+        if over_processes("MAX", num_samples == 0):  # all are too stale in a process: no process learns
+            passes, kept = [], torch.zeros_like(kept)
         for share in filter(None, passes):
             shuffled = torch.randperm(num_samples, device=args.device)  # detail 6: shuffled minibatches
-            for indices in shuffled[: round(share * num_samples)].chunk(args.num_minibatches):
+            for indices in shuffled[: round(share * num_samples)].tensor_split(args.num_minibatches):
                 minibatch = {name: x.index_select(0, indices) for name, x in batch.items()}
-                infos.append(update(minibatch, clip) | dict(staleness=minibatch["staleness"]))
+                # processes whose kept segments differ in number weigh their gradients by samples
+                weight = len(indices) / over_processes("SUM", len(indices))
+                infos.append(update(minibatch, clip, weight) | dict(staleness=minibatch["staleness"]))
             if args.target_kl is not None:  # auxiliary detail 3: early stopping
                 if over_processes("SUM", infos[-1]["approx_kl"]) / WORLD_SIZE > args.target_kl:
                     break
-        actors.publish(agent, iteration + 1)
+        if infos:
+            version += 1
+            actors.publish(agent, version)
 
         # 4. log and save
         per_sample = [
@@ -791,8 +819,8 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
         scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
         scalars["charts/SPS"] = (step - first_step) / (time.time() - start)
         scalars |= staleness_report(*per_sample)
-        trained = len(per_sample[0]) * WORLD_SIZE
-        scalars["staleness/dropped"] = (~kept).float().mean().item()
+        trained = over_processes("SUM", len(per_sample[0]))
+        scalars["staleness/dropped"] = over_processes("SUM", (~kept).float().mean()) / WORLD_SIZE
         scalars |= {f"charts/{k}": x for k, x in actors.rates(trained).items()}
         scalars["charts/dropped_SPS"] = scalars["staleness/dropped"] * scalars["charts/collected_SPS"]
         last_returns.extend(episodic_return for _, episodic_return, _ in episodes)
@@ -808,7 +836,8 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
             saved = iteration + 1
             logger.writer.flush()
             checkpoint = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), iteration=saved)
-            checkpoint |= dict(last_returns=list(last_returns), args=asdict(args) | dict(resume=None))
+            checkpoint |= dict(version=version, last_returns=list(last_returns))
+            checkpoint |= dict(args=asdict(args) | dict(resume=None))
             save_checkpoint(run_dir, **checkpoint)
         if signum:
             sys.exit(128 + signum)
