@@ -228,8 +228,7 @@ class Group:
     """Environments of a task that work while their caller does something else: send(), then receive().
 
     row: what is to be seen of them now, arrays (N, ...): obs, last_actions, last_rewards (raw), starts (true
-    where an episode begins), bootstraps (added to the rewards after their clipping). A life lost in an Atari
-    game ends an episode, but not the game.
+    where an episode begins). A life lost in an Atari game ends an episode, but not the game.
     """
 
     def __init__(self, env_id: str, args: Args, num_envs: int, seed: int, video_dir: Path | None = None):
@@ -240,9 +239,10 @@ class Group:
         if self.video_dir:
             self.envs.camera.reset(seed=seed)
         self.lives = info["lives"] if self.is_atari else np.zeros(num_envs)
+        self.began = np.zeros(num_envs, int)  # the emulator's frame at which the game began
         self.returns, self.lengths = np.zeros((2, num_envs))
         zeros = np.zeros(num_envs, np.float32)
-        self.row = dict(obs=obs, last_actions=zeros.astype(np.int64), last_rewards=zeros, bootstraps=zeros)
+        self.row = dict(obs=obs, last_actions=zeros.astype(np.int64), last_rewards=zeros)
         self.row["starts"] = np.ones(num_envs, bool)
 
     def send(self, actions: np.ndarray):
@@ -260,6 +260,9 @@ class Group:
         self.cut = truncated & ~terminated
         self.returns += rewards
         self.lengths += 1
+        if self.is_atari:  # CleanRL's length: frames with no-ops. A game lasts until the next one begins.
+            began = info["frame_number"] - info["episode_frame_number"]
+            self.lengths, self.began = began - self.began, began
         episodes = [(self.returns[i].item(), int(self.lengths[i])) for i in over.nonzero()[0]]
         self.returns[over] = self.lengths[over] = 0
         if self.video_dir and over[0]:
@@ -268,7 +271,7 @@ class Group:
             starts = over | (0 < info["lives"]) & (info["lives"] < self.lives)
             self.lives = info["lives"]
         self.row = dict(obs=obs, last_actions=self.actions, last_rewards=rewards.astype(np.float32))
-        self.row |= dict(starts=starts, bootstraps=np.zeros_like(self.row["last_rewards"]))
+        self.row["starts"] = starts
         return info.get("final_obs"), episodes
 
     def save_video(self):
@@ -406,9 +409,11 @@ class Unrolls:  # differs from impala_vtrace.py: values too, no memory
         self.data = {name: np.zeros((args.num_steps + 1, *x.shape), x.dtype) for name, x in row.items()}
         for name in ("logprobs", "values"):
             self.data[name] = np.zeros((args.num_steps + 1, args.group_size), np.float32)
+        self.data["cuts"] = np.empty((1, args.group_size), object)
 
     def begin(self, env_id: str, version: int):
         self.env_id, self.version, self.episodes = env_id, version, []  # (step of the unroll, return, length)
+        self.data["cuts"].fill(())  # of each environment: ((row, final observation), ...) of time limits
 
 
 class StallLimit:
@@ -449,7 +454,7 @@ class Actor:  # differs from impala_vtrace.py: values too, no memory
         for t in range(self.args.num_steps + 1):
             for unrolls, group in zip(both, self.groups, strict=True):
                 if t:
-                    self.receive(agent, group, t, unrolls)
+                    self.receive(group, t, unrolls)
                 for name, x in group.row.items():
                     unrolls.data[name][t] = x
                 dist, value = agent(torch.as_tensor(group.row["obs"], device=self.args.device))
@@ -460,14 +465,13 @@ class Actor:  # differs from impala_vtrace.py: values too, no memory
                     group.send(action.cpu().numpy())
         self.steps += 2 * self.args.num_steps * self.args.group_size
 
-    def receive(self, agent: Agent, group: Group, t: int, unrolls: Unrolls):
+    def receive(self, group: Group, t: int, unrolls: Unrolls):
         """The next row of a group, and what it says of ended episodes."""
         with self.stall_limit:
             final_obs, episodes = group.receive()
         unrolls.episodes += [(t, *episode) for episode in episodes]
-        if self.args.bootstrap_truncated and (cut := group.cut).any():
-            value = agent(torch.as_tensor(np.stack(final_obs[cut]), device=self.args.device))[1]
-            group.row["bootstraps"][cut] = self.args.gamma * value.cpu().numpy()
+        for n in group.cut.nonzero()[0] if self.args.bootstrap_truncated else ():
+            unrolls.data["cuts"][0, n] += ((t, np.array(final_obs[n])),)
 
 
 class Actors:
@@ -585,6 +589,22 @@ class Actors:
             self.free.put(None)
         for thread in self.threads:
             thread.join()
+
+
+def beyond_time_limits(agent: Agent, data: dict[str, Tensor], cuts: np.ndarray, gamma: float) -> Tensor:
+    # differs from impala_vtrace.py: no memory
+    """What is added to the rewards (T + 1, B) of rows that a time limit ended: gamma times the agent's value.
+
+    cuts: (1, B), of Unrolls.
+    """
+    bootstraps = torch.zeros_like(data["last_rewards"])
+    found = [(t, n, obs) for n, some in enumerate(cuts[0]) for t, obs in some]
+    if found:
+        at, columns = [t for t, _, _ in found], [n for _, n, _ in found]
+        final_obs = np.stack([obs for _, _, obs in found])
+        _, values = agent(torch.as_tensor(final_obs, device=bootstraps.device))
+        bootstraps[at, columns] = gamma * values
+    return bootstraps
 
 
 def side_by_side(unrolls: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -768,13 +788,15 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
         episodes.sort()
         staleness = torch.as_tensor(version - versions, device=args.device)
         kept = staleness <= (np.inf if args.max_staleness is None else args.max_staleness)
+        cuts = data.pop("cuts")[:, kept.cpu().numpy()]
         data = {name: torch.as_tensor(x, device=args.device)[:, kept] for name, x in data.items()}
 
         # 2. advantages and value targets
         if args.gae_on_learner:
             data["values"] = agent(data["obs"].flatten(0, 1))[1].view_as(data["values"])
         r, v, d = data["last_rewards"][1:], data["values"][:-1], data["starts"][1:].float()
-        r = (r.sign() if is_atari else r) + data["bootstraps"][1:]  # detail 19: reward clipping
+        bootstraps = beyond_time_limits(agent, data, cuts, args.gamma)  # by the newest values
+        r = (r.sign() if is_atari else r) + bootstraps[1:]  # detail 19: reward clipping
         batch = dict(obs=data["obs"][:-1], actions=data["last_actions"][1:], logprobs=data["logprobs"][:-1])
         batch |= dict(values=v, staleness=staleness[kept].expand(args.num_steps, -1))
         batch["advantages"] = compute_gae(r, v, d, data["values"][-1], args.gamma, args.gae_lambda)

@@ -40,12 +40,16 @@ def segments(args, count=2, seed=1):
     return found, agent
 
 
+def tensors(unrolls):
+    return {name: torch.from_numpy(x) for name, x in unrolls.data.items() if name != "cuts"}
+
+
 @pytest.mark.parametrize("env_id", ["Count-v0", "PongNoFrameskip-v4"])
 def test_ratio_is_one_before_the_first_gradient_step(env_id):
     """Of fresh samples, and recomputed in one pass over a segment."""
     found, agent = segments(small(env_id=env_id))
     for unrolls in found:
-        data = {name: torch.from_numpy(x) for name, x in unrolls.data.items()}
+        data = tensors(unrolls)
         dist, values = agent(data["obs"].flatten(0, 1))
         logprobs = dist.log_prob(data["last_actions"].roll(-1, 0).flatten(0, 1)).view(17, -1)
         torch.testing.assert_close(logprobs[:-1], data["logprobs"][:-1], atol=1e-5, rtol=0)
@@ -64,7 +68,7 @@ def test_advantages_of_a_segment_by_hand():
     for t in reversed(range(16)):
         advantage = r[t] + 0.99 * (1 - d[t]) * v[t + 1] - v[t] + 0.99 * 0.95 * (1 - d[t]) * advantage
         expected[t] = advantage
-    rows = {name: torch.from_numpy(data[name]) for name in data}
+    rows = tensors(unrolls)
     ends = rows["starts"][1:].float()
     ours = compute_gae(rows["last_rewards"][1:], rows["values"][:-1], ends, rows["values"][-1], 0.99, 0.95)
     np.testing.assert_allclose(ours[:, 0], expected, rtol=1e-5)
@@ -230,7 +234,7 @@ def test_advantages_by_the_optimizers_values(monkeypatch):
 
 def test_loss_is_that_of_ppo():
     found, agent = segments(small(env_id="CartPole-v1"), count=1)
-    data = {name: torch.from_numpy(x[:-1]).flatten(0, 1) for name, x in found[0].data.items()}
+    data = {name: x[:-1].flatten(0, 1) for name, x in tensors(found[0]).items()}
     batch = dict(obs=data["obs"], actions=data["last_actions"], values=data["values"])
     batch |= dict(
         logprobs=data["logprobs"] + torch.randn(32) / 5, advantages=torch.randn(32), returns=torch.randn(32)
@@ -323,12 +327,28 @@ def test_asynchronous_run_is_little_stale_and_leaves_no_thread():
     assert set(reuse) == {1.0}
 
 
-def test_time_limit_is_bootstrapped_on_demand():
-    (unrolls, _), agent = segments(small(env_id="Cut-v0", bootstrap_truncated=True), count=1)
-    with torch.no_grad():
-        value = agent(torch.tensor([[100.0, 1.0]]))[1].item()
-    assert np.flatnonzero(unrolls.data["bootstraps"][:, 0]).tolist() == [4, 8, 12, 16]
-    np.testing.assert_allclose(unrolls.data["bootstraps"][[4, 8]], 0.99 * value, rtol=1e-5)
+@pytest.mark.parametrize("flags", [{}, dict(gae_on_learner=True), dict(max_staleness=1)])
+def test_time_limit_is_valued_by_the_optimizer_on_demand(flags, monkeypatch):
+    """Cut-v0 is cut after 4 steps, and its last observation has a 100: held back, it has today's value."""
+    checked, gae = [], ppo_async.compute_gae
+
+    def spy(rewards, values, *x):
+        with torch.no_grad():
+            value = agents[0](torch.tensor([[100.0, 1.0]]))[1].item()
+        expected = torch.ones(16, 4)  # sign of the reward
+        expected[3::4] += 0.99 * value
+        torch.testing.assert_close(rewards, expected[:, : rewards.shape[1]])
+        checked.append(value)
+        return gae(rewards, values, *x)
+
+    agents, original = [], Agent.__init__
+    monkeypatch.setattr(Agent, "__init__", lambda self, *x: (original(self, *x), agents.append(self))[0])
+    monkeypatch.setattr(ppo_async, "compute_gae", spy)
+    flags = dict(artificial_delay=2, learning_rate=1e-2, **flags)
+    ppo_async.train(small(env_id="Cut-v0", bootstrap_truncated=True, **flags))
+    assert len(checked) == 10 and np.ptp(checked) > 0.1  # of an agent that learns
+    (unrolls, _), _ = segments(small(env_id="Cut-v0"), count=1)
+    assert unrolls.data["cuts"].tolist() == [[(), ()]]
 
 
 @pytest.mark.parametrize(

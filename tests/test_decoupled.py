@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import scalars, small_args
@@ -164,3 +165,26 @@ def test_geometry_with_more_lag_is_told_once(script, flags, words, capsys):
     if args.sync:  # the second block of a pair waits for a batch
         lags = scalars(run_dir, "charts/policy_lag_max" if script is impala_vtrace else "staleness/max")
         assert [x for _, x in lags] == [0, 1, 0, 1, 0]
+
+
+def test_length_of_a_game_is_in_frames_and_of_the_rest_in_steps(script):
+    """CleanRL counts every frame of the emulator, those of no-ops too: as ppo_atari.py does."""
+    group = script.Group("BreakoutNoFrameskip-v4", small(script), 2, seed=3)
+    frames, lengths, expected, rng = np.zeros(2), [], [], np.random.default_rng(0)
+    info, receive = {}, group.envs.recv
+    group.envs.recv = lambda: (step := receive(), info.update(step[-1]))[0]
+    for _ in range(800):
+        group.send(rng.integers(4, size=2))
+        frames[:] = info.get("episode_frame_number", 0)
+        _, episodes = group.receive()
+        ended = info["episode_frame_number"] < frames
+        lengths += [length for _, length in episodes]
+        expected += frames[ended].tolist()  # and the 1 to 4 frames of the last action
+    assert len(lengths) == len(expected) >= 4
+    assert all(1 <= ours - before <= 4 for ours, before in zip(lengths, expected, strict=True))
+    group = script.Group("Count-v0", small(script), 2, seed=3)
+    episodes = []
+    for _ in range(10):
+        group.send(np.zeros(2, int))
+        episodes += group.receive()[1]
+    assert [length for _, length in episodes] == [5] * 4

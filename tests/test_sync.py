@@ -32,7 +32,7 @@ PARENT |= dict(ppo_lstm="ppo_atari", ppo_multidiscrete="ppo_continuous")
 # against the parent: docstrings, and definitions that one lacks, not counted
 CHANGED_LINES = dict(ppo_shared=20, ppo_atari=95, ppo_continuous=80, ppo_lstm=150, ppo_multidiscrete=150)
 LINES = dict(ppo=578, ppo_shared=575, ppo_atari=613, ppo_continuous=657, ppo_lstm=728, ppo_multidiscrete=714)
-LINES |= dict(impala_vtrace=999, ppo_async=891, ngu_r2d2=1075)
+LINES |= dict(impala_vtrace=1022, ppo_async=913, ngu_r2d2=1075)
 MORE_SECTIONS = dict(impala_vtrace=["Actors", "Replay"], ppo_async=["Actors"])  # after the algorithm
 MORE_SECTIONS |= dict(ngu_r2d2=["Curiosity", "Replay"])
 
