@@ -554,7 +554,7 @@ class Actor:
             final_obs, episodes = group.receive()
         unrolls.episodes += [(t, *episode) for episode in episodes]
         for n in group.cut.nonzero()[0] if self.args.bootstrap_truncated else ():
-            unrolls.data["cuts"][0, n] += ((t, np.array(final_obs[n])),)
+            unrolls.data["cuts"][0, n] += ((t, np.array(final_obs[n], group.row["obs"].dtype)),)
 
 
 class Actors:

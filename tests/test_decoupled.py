@@ -188,3 +188,17 @@ def test_length_of_a_game_is_in_frames_and_of_the_rest_in_steps(script):
         group.send(np.zeros(2, int))
         episodes += group.receive()[1]
     assert [length for _, length in episodes] == [5] * 4
+
+
+def test_final_observation_has_the_type_of_the_others(script):
+    """Whatever type an environment answers in: the batch's rows take it in their place."""
+    args = small(script, sync=True, bootstrap_truncated=True)
+    actors = script.Actors(args, 0)
+    (actor,), agent = actors.members, script.Agent(actors.envs, args)
+    group, unrolls = actor.groups[0], script.Unrolls(args, agent, actors.row)
+    unrolls.episodes, group.cut = [], np.array([False, True])
+    unrolls.data["cuts"].fill(())
+    group.receive = lambda: (np.ones((2, 4), np.float64), [])
+    actor.receive(group, 3, unrolls)
+    (nothing, ((row, obs),)), *_ = unrolls.data["cuts"]
+    assert nothing == () and row == 3 and obs.dtype == np.float32 and obs.tolist() == [1] * 4
