@@ -239,8 +239,7 @@ class Group:
     """Environments of a task that work while their caller does something else: send(), then receive().
 
     row: what is to be seen of them now, arrays (N, ...): obs, last_actions, last_rewards (raw), starts (true
-    where an episode begins), bootstraps (added to the rewards after their clipping). A life lost in an Atari
-    game ends an episode, but not the game.
+    where an episode begins). A life lost in an Atari game ends an episode, but not the game.
     """
 
     def __init__(self, env_id: str, args: Args, num_envs: int, seed: int, video_dir: Path | None = None):
@@ -251,9 +250,10 @@ class Group:
         if self.video_dir:
             self.envs.camera.reset(seed=seed)
         self.lives = info["lives"] if self.is_atari else np.zeros(num_envs)
+        self.began = np.zeros(num_envs, int)  # the emulator's frame at which the game began
         self.returns, self.lengths = np.zeros((2, num_envs))
         zeros = np.zeros(num_envs, np.float32)
-        self.row = dict(obs=obs, last_actions=zeros.astype(np.int64), last_rewards=zeros, bootstraps=zeros)
+        self.row = dict(obs=obs, last_actions=zeros.astype(np.int64), last_rewards=zeros)
         self.row["starts"] = np.ones(num_envs, bool)
 
     def send(self, actions: np.ndarray):
@@ -271,6 +271,9 @@ class Group:
         self.cut = truncated & ~terminated
         self.returns += rewards
         self.lengths += 1
+        if self.is_atari:  # CleanRL's length: frames with no-ops. A game lasts until the next one begins.
+            began = info["frame_number"] - info["episode_frame_number"]
+            self.lengths, self.began = began - self.began, began
         episodes = [(self.returns[i].item(), int(self.lengths[i])) for i in over.nonzero()[0]]
         self.returns[over] = self.lengths[over] = 0
         if self.video_dir and over[0]:
@@ -279,7 +282,7 @@ class Group:
             starts = over | (0 < info["lives"]) & (info["lives"] < self.lives)
             self.lives = info["lives"]
         self.row = dict(obs=obs, last_actions=self.actions, last_rewards=rewards.astype(np.float32))
-        self.row |= dict(starts=starts, bootstraps=np.zeros_like(self.row["last_rewards"]))
+        self.row["starts"] = starts
         return info.get("final_obs"), episodes
 
     def save_video(self):
@@ -450,7 +453,8 @@ def impala_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Ten
     logprobs = dist.log_prob(batch["last_actions"][1:])
 
     target_logprobs, behavior_logprobs = logprobs.detach(), batch["logprobs"]
-    ratio = (target_logprobs - behavior_logprobs).exp()
+    logratio = target_logprobs - behavior_logprobs
+    ratio = logratio.exp()
     if args.correction != "vtrace":  # ablations of section 5.2.2: the n-step return, as if on-policy
         behavior_logprobs = target_logprobs
     targets = rewards, discounts, values.detach(), bootstrap_value
@@ -469,7 +473,7 @@ def impala_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Ten
         info = dict(policy_loss=pg_loss.detach(), value_loss=v_loss.detach(), entropy=entropy.detach())
         info = {name: x / ratio.numel() for name, x in info.items()}
         info |= dict(rho=ratio.mean(), rho_clipped=(ratio > args.rho_bar).float().mean())
-        info |= dict(approx_kl=(ratio - 1 - ratio.log()).mean())  # from the policies that acted
+        info |= dict(approx_kl=(ratio - 1 - logratio).mean())  # from the policies that acted
     return loss, info
 
 
@@ -483,10 +487,12 @@ class Unrolls:
         self.data = {name: np.zeros((args.num_steps + 1, *x.shape), x.dtype) for name, x in row.items()}
         self.data["logprobs"] = np.zeros((args.num_steps, args.group_size), np.float32)
         self.data["state"] = agent.initial_state(args.group_size).cpu().numpy()
+        self.data["cuts"] = np.empty((1, args.group_size), object)
 
     def begin(self, env_id: str, version: int, state: Tensor):
         self.env_id, self.version, self.episodes = env_id, version, []  # (step of the unroll, return, length)
         self.data["state"][:] = state.cpu().numpy()
+        self.data["cuts"].fill(())  # of each environment: ((row, final observation), ...) of time limits
 
 
 class StallLimit:
@@ -530,7 +536,7 @@ class Actor:
         for t in range(self.args.num_steps + 1):
             for k, (unrolls, group) in enumerate(zip(both, self.groups, strict=True)):
                 if t:
-                    self.receive(agent, group, self.states[k], t, unrolls)
+                    self.receive(group, t, unrolls)
                 for name, x in group.row.items():
                     unrolls.data[name][t] = x
                 if t < self.args.num_steps:
@@ -543,16 +549,13 @@ class Actor:
     def inputs(self, row: dict[str, np.ndarray]) -> dict[str, Tensor]:
         return {name: torch.as_tensor(x, device=self.args.device)[None] for name, x in row.items()}
 
-    def receive(self, agent: Agent, group: Group, state: Tensor, t: int, unrolls: Unrolls):
+    def receive(self, group: Group, t: int, unrolls: Unrolls):
         """The next row of a group, and what it says of ended episodes."""
         with self.stall_limit:
             final_obs, episodes = group.receive()
         unrolls.episodes += [(t, *episode) for episode in episodes]
-        if self.args.bootstrap_truncated and (cut := group.cut).any():
-            final = group.row | dict(obs=group.row["obs"].copy(), starts=group.row["starts"] & ~cut)
-            final["obs"][cut] = np.stack(final_obs[cut])
-            value = agent(self.inputs(final), state)[1][0].cpu().numpy()
-            group.row["bootstraps"][cut] = self.args.gamma * value[cut]
+        for n in group.cut.nonzero()[0] if self.args.bootstrap_truncated else ():
+            unrolls.data["cuts"][0, n] += ((t, np.array(final_obs[n], group.row["obs"].dtype)),)
 
 
 class Actors:
@@ -580,7 +583,15 @@ class Actors:
         self.batch_blocks = self.args.new_unrolls // (WORLD_SIZE * self.args.group_size)
         # so few that no actor can fill a second pair while the learner is at the batch before the first:
         # one that is ahead waits, with data that are one version old
-        self.num_blocks = max(2 * len(self.members), self.batch_blocks + len(self.members))
+        at_once = 2 * len(self.members)  # the actors fill so many blocks at a time
+        self.num_blocks = max(at_once, self.batch_blocks + len(self.members))
+        # a round of all actors lasts for so many batches; in turn, an odd block is left for the next batch
+        lag = self.batch_blocks % 2 if self.args.sync else at_once / self.batch_blocks
+        least = 0 if self.args.sync else 1
+        if lag > least and RANK == 0:
+            expected = f"expect unrolls up to {lag:.2g} versions behind the learner instead of {least}"
+            remedy = f"let a batch's new unrolls be a multiple of the {self.args.num_envs} environments"
+            print(f"{SCRIPT}.py: warning: {expected}: {remedy}", file=sys.stderr)
         for _ in range(self.num_blocks):
             self.free.put(Unrolls(self.args, agent, self.row))
         for actor in self.members if not self.args.sync else ():
@@ -685,6 +696,25 @@ class Replay:
     def sample(self, size: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
         at = rng.integers(min(self.added, self.capacity), size=size)
         return {name: x[:, at] for name, x in self.fields.items()}
+
+
+def beyond_time_limits(agent: Agent, batch: dict[str, Tensor], cuts: np.ndarray, gamma: float) -> Tensor:
+    """What is added to the rewards (T + 1, B) of rows that a time limit ended: gamma times the agent's value.
+
+    The final observation takes the place of the next episode's first in a copy of its unroll, so that an LSTM
+    reads what came before. cuts: (1, B), of Unrolls.
+    """
+    bootstraps = torch.zeros_like(batch["last_rewards"])
+    found = [(t, n, obs) for n, some in enumerate(cuts[0]) for t, obs in some]
+    if found:
+        at, columns = [t for t, _, _ in found], [n for _, n, _ in found]
+        rows = {name: batch[name][:, columns] for name in ("obs", "starts", "last_actions", "last_rewards")}
+        final_obs, k = np.stack([obs for _, _, obs in found]), list(range(len(found)))
+        rows["obs"][at, k] = torch.as_tensor(final_obs, device=bootstraps.device)
+        rows["starts"][at, k] = False
+        _, values, _ = agent(rows, batch["state"][:, columns])
+        bootstraps[at, columns] = gamma * values[at, k]
+    return bootstraps
 
 
 def side_by_side(unrolls: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -911,7 +941,9 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
             replay = replay or Replay(batch, args.replay_unrolls)
             replay.add(batch)
             batch = side_by_side([batch, replay.sample(replayed, np.random.default_rng(seed))])
+        cuts = batch.pop("cuts")
         batch = {name: torch.as_tensor(x, device=args.device) for name, x in batch.items()}
+        batch["bootstraps"] = beyond_time_limits(agent, batch, cuts, args.gamma)  # by the newest values
 
         # 2. update
         info = update(batch)

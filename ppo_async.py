@@ -14,8 +14,9 @@
     torchrun --nproc-per-node 2 ppo_async.py                 # environments and gradients shared out over 2
 
 Paper    Berner et al. 2019, https://arxiv.org/abs/1912.06680, section 4.4 and appendix M: a sample made by
-         version N of the policy and trained on by version M is M - N stale. Here a version is an iteration:
-         sample_reuse passes of num_minibatches gradient steps.
+         version N of the policy and trained on by version M is M - N stale. Here a version is an iteration's
+         update: sample_reuse passes of num_minibatches gradient steps. An iteration whose segments were all
+         too stale makes no version.
 Details  numbered as in https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details
 Shapes   T = num_steps, N = environments of a group, B = segments of an iteration / processes. A segment has
          T + 1 observations, as in impala_vtrace.py: actions[t] = last_actions[t + 1], ends and rewards alike.
@@ -68,7 +69,7 @@ class Args:
     # rollout workers
     num_envs: int = 16  # parallel environments, shared out over torchrun's processes
     num_actors: int = 1  # threads of a process for each task, with two groups of environments each
-    num_steps: Annotated[int, tyro.conf.arg(aliases=["--segment-length"])] = 256  # steps of a segment (T)
+    num_steps: Annotated[int, tyro.conf.arg(aliases=["--segment-length"])] = 128  # steps of a segment (T)
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # GAE: 0 is the one-step advantage, 1 is Monte Carlo
     gae_on_learner: bool = False  # advantages by the optimizer's values instead of the workers'
@@ -80,9 +81,10 @@ class Args:
     sample_reuse: float = 1.0  # passes over each sample; below 1, a random share is left out
     max_staleness: int | None = None  # drop segments that are more versions behind
     artificial_delay: int = 0  # hold segments back for so many iterations
+    decoupled: bool = False  # center the policy's clip on the optimizer's policy before the update
 
     # update
-    batch_unrolls: int = 8  # unrolls in a batch, shared out over torchrun's processes
+    batch_unrolls: int = 16  # unrolls in a batch, shared out over torchrun's processes
     learning_rate: float = 2.5e-4  # Adam's, before annealing
     anneal_lr: bool = True  # decay the learning rate linearly to 0
     num_minibatches: int = 4  # minibatches per pass
@@ -227,8 +229,7 @@ class Group:
     """Environments of a task that work while their caller does something else: send(), then receive().
 
     row: what is to be seen of them now, arrays (N, ...): obs, last_actions, last_rewards (raw), starts (true
-    where an episode begins), bootstraps (added to the rewards after their clipping). A life lost in an Atari
-    game ends an episode, but not the game.
+    where an episode begins). A life lost in an Atari game ends an episode, but not the game.
     """
 
     def __init__(self, env_id: str, args: Args, num_envs: int, seed: int, video_dir: Path | None = None):
@@ -239,9 +240,10 @@ class Group:
         if self.video_dir:
             self.envs.camera.reset(seed=seed)
         self.lives = info["lives"] if self.is_atari else np.zeros(num_envs)
+        self.began = np.zeros(num_envs, int)  # the emulator's frame at which the game began
         self.returns, self.lengths = np.zeros((2, num_envs))
         zeros = np.zeros(num_envs, np.float32)
-        self.row = dict(obs=obs, last_actions=zeros.astype(np.int64), last_rewards=zeros, bootstraps=zeros)
+        self.row = dict(obs=obs, last_actions=zeros.astype(np.int64), last_rewards=zeros)
         self.row["starts"] = np.ones(num_envs, bool)
 
     def send(self, actions: np.ndarray):
@@ -259,6 +261,9 @@ class Group:
         self.cut = truncated & ~terminated
         self.returns += rewards
         self.lengths += 1
+        if self.is_atari:  # CleanRL's length: frames with no-ops. A game lasts until the next one begins.
+            began = info["frame_number"] - info["episode_frame_number"]
+            self.lengths, self.began = began - self.began, began
         episodes = [(self.returns[i].item(), int(self.lengths[i])) for i in over.nonzero()[0]]
         self.returns[over] = self.lengths[over] = 0
         if self.video_dir and over[0]:
@@ -267,7 +272,7 @@ class Group:
             starts = over | (0 < info["lives"]) & (info["lives"] < self.lives)
             self.lives = info["lives"]
         self.row = dict(obs=obs, last_actions=self.actions, last_rewards=rewards.astype(np.float32))
-        self.row |= dict(starts=starts, bootstraps=np.zeros_like(self.row["last_rewards"]))
+        self.row["starts"] = starts
         return info.get("final_obs"), episodes
 
     def save_video(self):
@@ -359,16 +364,23 @@ def compute_gae(rewards, values, dones, next_value, gamma: float, lam: float) ->
 
 
 def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) -> tuple[Tensor, dict]:
-    # differs from ppo.py: the diagnostics say of each sample whether it was clipped
-    """Loss of a minibatch of tensors (M, ...), and the diagnostics to log."""
+    # differs from ppo.py: the clip may be centered elsewhere; diagnostics of every sample
+    """Loss of a minibatch of tensors (M, ...), and the diagnostics to log.
+
+    args.decoupled is the objective of Hilton et al. 2021, https://arxiv.org/abs/2110.00641: the clip keeps
+    the policy near a recent one, and an importance weight leads from the policy that acted to the recent one.
+    """
     dist, value = agent(batch["obs"])
-    logratio = dist.log_prob(batch["actions"]) - batch["logprobs"]
+    recent_logprobs = batch["recent_logprobs"] if args.decoupled else batch["logprobs"]
+    weight_logratio = recent_logprobs - batch["logprobs"]
+    logratio = dist.log_prob(batch["actions"]) - recent_logprobs
     ratio, advantages = logratio.exp(), batch["advantages"]
     if args.norm_adv:  # detail 7: advantage normalization, per minibatch (with the blog's unbiased std)
         std, mean = torch.std_mean(advantages)
         advantages = (advantages - mean) / (std + 1e-8)
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)  # detail 8: clipped surrogate objective
-    pg_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
+    surrogate = torch.min(advantages * ratio, advantages * clipped_ratio)
+    pg_loss = -(weight_logratio.exp() * surrogate).mean()
 
     error = value - batch["returns"]
     if args.clip_vloss:  # detail 9: value loss clipping: the larger of both errors counts
@@ -382,6 +394,9 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) ->
         info |= dict(old_approx_kl=-logratio.mean(), approx_kl=(ratio - 1 - logratio).mean())
         clipped = (ratio - 1).abs() > clip
         info |= dict(clipfrac=clipped.float().mean(), clipped=clipped)
+        if args.decoupled:  # the other diagnostics are of the policy and the recent one
+            kl = (weight_logratio.exp() - 1 - weight_logratio).mean()
+            info |= dict(behavior_kl=kl)  # from the policies that acted to the recent one
     return loss, info
 
 
@@ -395,9 +410,11 @@ class Unrolls:  # differs from impala_vtrace.py: values too, no memory
         self.data = {name: np.zeros((args.num_steps + 1, *x.shape), x.dtype) for name, x in row.items()}
         for name in ("logprobs", "values"):
             self.data[name] = np.zeros((args.num_steps + 1, args.group_size), np.float32)
+        self.data["cuts"] = np.empty((1, args.group_size), object)
 
     def begin(self, env_id: str, version: int):
         self.env_id, self.version, self.episodes = env_id, version, []  # (step of the unroll, return, length)
+        self.data["cuts"].fill(())  # of each environment: ((row, final observation), ...) of time limits
 
 
 class StallLimit:
@@ -438,7 +455,7 @@ class Actor:  # differs from impala_vtrace.py: values too, no memory
         for t in range(self.args.num_steps + 1):
             for unrolls, group in zip(both, self.groups, strict=True):
                 if t:
-                    self.receive(agent, group, t, unrolls)
+                    self.receive(group, t, unrolls)
                 for name, x in group.row.items():
                     unrolls.data[name][t] = x
                 dist, value = agent(torch.as_tensor(group.row["obs"], device=self.args.device))
@@ -449,14 +466,13 @@ class Actor:  # differs from impala_vtrace.py: values too, no memory
                     group.send(action.cpu().numpy())
         self.steps += 2 * self.args.num_steps * self.args.group_size
 
-    def receive(self, agent: Agent, group: Group, t: int, unrolls: Unrolls):
+    def receive(self, group: Group, t: int, unrolls: Unrolls):
         """The next row of a group, and what it says of ended episodes."""
         with self.stall_limit:
             final_obs, episodes = group.receive()
         unrolls.episodes += [(t, *episode) for episode in episodes]
-        if self.args.bootstrap_truncated and (cut := group.cut).any():
-            value = agent(torch.as_tensor(np.stack(final_obs[cut]), device=self.args.device))[1]
-            group.row["bootstraps"][cut] = self.args.gamma * value.cpu().numpy()
+        for n in group.cut.nonzero()[0] if self.args.bootstrap_truncated else ():
+            unrolls.data["cuts"][0, n] += ((t, np.array(final_obs[n], group.row["obs"].dtype)),)
 
 
 class Actors:
@@ -484,7 +500,15 @@ class Actors:
         self.batch_blocks = self.args.new_unrolls // (WORLD_SIZE * self.args.group_size)
         # so few that no actor can fill a second pair while the learner is at the batch before the first:
         # one that is ahead waits, with data that are one version old
-        self.num_blocks = max(2 * len(self.members), self.batch_blocks + len(self.members))
+        at_once = 2 * len(self.members)  # the actors fill so many blocks at a time
+        self.num_blocks = max(at_once, self.batch_blocks + len(self.members))
+        # a round of all actors lasts for so many batches; in turn, an odd block is left for the next batch
+        lag = self.batch_blocks % 2 if self.args.sync else at_once / self.batch_blocks
+        least = 0 if self.args.sync else 1
+        if lag > least and RANK == 0:
+            expected = f"expect unrolls up to {lag:.2g} versions behind the learner instead of {least}"
+            remedy = f"let a batch's new unrolls be a multiple of the {self.args.num_envs} environments"
+            print(f"{SCRIPT}.py: warning: {expected}: {remedy}", file=sys.stderr)
         for _ in range(self.num_blocks):
             self.free.put(Unrolls(self.args, agent, self.row))
         for actor in self.members if not self.args.sync else ():
@@ -566,6 +590,22 @@ class Actors:
             self.free.put(None)
         for thread in self.threads:
             thread.join()
+
+
+def beyond_time_limits(agent: Agent, data: dict[str, Tensor], cuts: np.ndarray, gamma: float) -> Tensor:
+    # differs from impala_vtrace.py: no memory
+    """What is added to the rewards (T + 1, B) of rows that a time limit ended: gamma times the agent's value.
+
+    cuts: (1, B), of Unrolls.
+    """
+    bootstraps = torch.zeros_like(data["last_rewards"])
+    found = [(t, n, obs) for n, some in enumerate(cuts[0]) for t, obs in some]
+    if found:
+        at, columns = [t for t, _, _ in found], [n for _, n, _ in found]
+        final_obs = np.stack([obs for _, _, obs in found])
+        _, values = agent(torch.as_tensor(final_obs, device=bootstraps.device))
+        bootstraps[at, columns] = gamma * values
+    return bootstraps
 
 
 def side_by_side(unrolls: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -719,11 +759,12 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
     lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
     optimizer = torch.optim.Adam(parameters, lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}"
-    run_dir, first_iteration = Path("runs", run_name.replace("/", "-").replace(":", "-")), 0
+    run_dir, first_iteration, version = Path("runs", run_name.replace("/", "-").replace(":", "-")), 0, 0
     last_returns = deque(maxlen=100)
     if args.resume:
         run_dir, first_iteration = Path(args.resume), checkpoint["iteration"]
         try:
+            version = checkpoint["version"]
             agent.load_state_dict(checkpoint["agent"])
             optimizer.load_state_dict(checkpoint["optimizer"])
             last_returns.extend(checkpoint["last_returns"])
@@ -734,13 +775,13 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
         logger = Logger(args, run_dir, first_step)
         print(run_dir)
 
-    def update(batch: dict[str, Tensor], clip: float) -> dict[str, Tensor]:
+    def update(batch: dict[str, Tensor], clip: float, weight: float) -> dict[str, Tensor]:
         with torch.enable_grad():
             loss, info = ppo_loss(agent, batch, clip, args)
         optimizer.zero_grad()
         loss.backward()
         for parameter in parameters if WORLD_SIZE > 1 else ():  # auxiliary detail 2: parallel gradients
-            torch.distributed.all_reduce(parameter.grad.div_(WORLD_SIZE))
+            torch.distributed.all_reduce(parameter.grad.mul_(weight))
         nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)  # detail 11: gradient clipping
         optimizer.step()
         return info
@@ -748,12 +789,12 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
     if args.compile:
         update = torch.compile(update)
 
-    actors.start(agent, first_iteration)
+    actors.start(agent, version)
     held = deque(collect(actors) for _ in range(args.artificial_delay))
     for iteration in range(first_iteration, args.num_iterations):
         # seeded anew in every iteration, so that there is no random state to save and resume
         torch.manual_seed(int(np.random.SeedSequence((args.seed, iteration, RANK)).generate_state(1)[0]))
-        frac = 1 - iteration / args.num_iterations  # detail 4: learning rate annealing
+        frac = 1 - version / args.num_iterations  # detail 4: learning rate annealing, by versions
         optimizer.param_groups[0]["lr"].fill_(args.learning_rate * (frac if args.anneal_lr else 1))
         clip = args.clip_coef * (frac if args.anneal_clip else 1)  # auxiliary detail 1: clip range annealing
         step, infos = (iteration + 1) * args.batch_size, []
@@ -763,34 +804,43 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
         data, versions, ended = held.popleft()
         episodes = [(iteration * args.batch_size + t * args.batch_unrolls, *episode) for t, *episode in ended]
         episodes.sort()
-        staleness = torch.as_tensor(iteration - versions, device=args.device)
+        staleness = torch.as_tensor(version - versions, device=args.device)
         kept = staleness <= (np.inf if args.max_staleness is None else args.max_staleness)
+        cuts = data.pop("cuts")[:, kept.cpu().numpy()]
         data = {name: torch.as_tensor(x, device=args.device)[:, kept] for name, x in data.items()}
 
         # 2. advantages and value targets
         if args.gae_on_learner:
             data["values"] = agent(data["obs"].flatten(0, 1))[1].view_as(data["values"])
         r, v, d = data["last_rewards"][1:], data["values"][:-1], data["starts"][1:].float()
-        r = (r.sign() if is_atari else r) + data["bootstraps"][1:]  # detail 19: reward clipping
+        bootstraps = beyond_time_limits(agent, data, cuts, args.gamma)  # by the newest values
+        r = (r.sign() if is_atari else r) + bootstraps[1:]  # detail 19: reward clipping
         batch = dict(obs=data["obs"][:-1], actions=data["last_actions"][1:], logprobs=data["logprobs"][:-1])
         batch |= dict(values=v, staleness=staleness[kept].expand(args.num_steps, -1))
         batch["advantages"] = compute_gae(r, v, d, data["values"][-1], args.gamma, args.gae_lambda)
         batch["returns"] = batch["advantages"] + v
         batch = {name: x.flatten(0, 1) for name, x in batch.items()}  # (T, B, ...) -> (T * B, ...)
+        if args.decoupled:
+            recent, _ = agent(batch["obs"])
+            batch["recent_logprobs"] = recent.log_prob(batch["actions"])
 
         # 3. update
         num_samples, passes = len(batch["obs"]), [1.0] * int(args.sample_reuse) + [args.sample_reuse % 1]
-        if over_processes("MAX", num_samples == 0):  # all too stale, here or in another process
-            passes = []
+        if over_processes("MAX", num_samples == 0):  # all are too stale in a process: no process learns
+            passes, kept = [], torch.zeros_like(kept)
         for share in filter(None, passes):
             shuffled = torch.randperm(num_samples, device=args.device)  # detail 6: shuffled minibatches
-            for indices in shuffled[: round(share * num_samples)].chunk(args.num_minibatches):
+            for indices in shuffled[: round(share * num_samples)].tensor_split(args.num_minibatches):
                 minibatch = {name: x.index_select(0, indices) for name, x in batch.items()}
-                infos.append(update(minibatch, clip) | dict(staleness=minibatch["staleness"]))
+                # processes whose kept segments differ in number weigh their gradients by samples
+                weight = len(indices) / over_processes("SUM", len(indices))
+                infos.append(update(minibatch, clip, weight) | dict(staleness=minibatch["staleness"]))
             if args.target_kl is not None:  # auxiliary detail 3: early stopping
                 if over_processes("SUM", infos[-1]["approx_kl"]) / WORLD_SIZE > args.target_kl:
                     break
-        actors.publish(agent, iteration + 1)
+        if infos:
+            version += 1
+            actors.publish(agent, version)
 
         # 4. log and save
         per_sample = [
@@ -809,8 +859,8 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
         scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
         scalars["charts/SPS"] = (step - first_step) / (time.time() - start)
         scalars |= staleness_report(*per_sample)
-        trained = len(per_sample[0]) * WORLD_SIZE
-        scalars["staleness/dropped"] = (~kept).float().mean().item()
+        trained = over_processes("SUM", len(per_sample[0]))
+        scalars["staleness/dropped"] = over_processes("SUM", (~kept).float().mean()) / WORLD_SIZE
         scalars |= {f"charts/{k}": x for k, x in actors.rates(trained).items()}
         scalars["charts/dropped_SPS"] = scalars["staleness/dropped"] * scalars["charts/collected_SPS"]
         last_returns.extend(episodic_return for _, episodic_return, _ in episodes)
@@ -826,7 +876,8 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
             saved = iteration + 1
             logger.writer.flush()
             checkpoint = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), iteration=saved)
-            checkpoint |= dict(last_returns=list(last_returns), args=asdict(args) | dict(resume=None))
+            checkpoint |= dict(version=version, last_returns=list(last_returns))
+            checkpoint |= dict(args=asdict(args) | dict(resume=None))
             save_checkpoint(run_dir, **checkpoint)
         if signum:
             sys.exit(128 + signum)

@@ -1,12 +1,13 @@
 """What staleness and sample reuse do to learning: the runs of the suite staleness as a picture and a table.
 
-    python benchmark/run.py staleness --seeds 1..3 --workers 2
+    python benchmark/run.py staleness --seeds 1..5 --workers 2
     python benchmark/staleness.py
 
 Berner et al. 2019 (https://arxiv.org/abs/1912.06680, appendix M) found that both slow learning. They
 varied reuse by the number of rollout workers beside the same optimizers: what counts as slow is a return by
-samples trained on. By environment steps, reuse is more training. So there are three panels: mean over seeds
-of each seed's last 100 training episodes, and the band from the lowest to the highest seed.
+samples trained on. By environment steps, reuse is more training. So there are two panels for reuse. The
+panel beside that of staleness has the same with --decoupled. Every panel has the mean over seeds of each
+seed's last 100 training episodes, and the band from the lowest to the highest seed.
 """
 
 import sys
@@ -30,8 +31,9 @@ class Args:
 
 def main():
     args = tyro.cli(Args)
-    figure = Figure(figsize=(12, 3.4), layout="constrained")
-    axes = figure.subplots(1, 3, sharey=True)
+    figure = Figure(figsize=(16, 3.4), layout="constrained")
+    axes = figure.subplots(1, 4, sharey=True)
+    kinds = dict(delay="staleness", decoupled="staleness, decoupled", reuse="reuse")
     head = [
         "varied",
         "value",
@@ -49,19 +51,21 @@ def main():
         steps = np.linspace(0, result.reached, 401)[5:]
         ours = np.array([result.at(step) for step in steps])  # (points, seeds)
         trained = steps * (float(value) if kind == "reuse" else 1)
-        panels = [(axes[0], steps)] if kind == "delay" else [(axes[1], steps), (axes[2], trained)]
+        panels = [(axes[list(kinds).index(kind)], steps)]
+        if kind == "reuse":
+            panels.append((axes[3], trained))
         for ax, x in panels:
             (line,) = ax.plot(x, ours.mean(1), label=value)
             ax.fill_between(x, ours.min(1), ours.max(1), color=line.get_color(), alpha=0.1, linewidth=0)
         means = [x.mean(0) for x in (ours, ours[trained <= 100_000], ours[-1:])]
         cells = [f"{x.mean():.0f} ± {x.std(ddof=1):.0f}" for x in means]
-        lines.append(["staleness" if kind == "delay" else "reuse", value, str(ours.shape[1]), *cells])
-    titles = ["staleness, versions", "sample reuse", "sample reuse"]
-    labels = ["environment step", "environment step", "samples trained on"]
+        lines.append([kinds[kind], value, str(ours.shape[1]), *cells])
+    titles = ["staleness, versions", "staleness, versions, --decoupled", "sample reuse", "sample reuse"]
+    labels = ["environment step", "environment step", "environment step", "samples trained on"]
     for ax, title, label in zip(axes, titles, labels, strict=True):
         ax.set(title=title, xlabel=label)
         ax.legend()
-    axes[2].set_xlim(0, 200_000)
+    axes[3].set_xlim(0, 200_000)
     figure.savefig(args.results / "staleness_and_reuse.png", dpi=80, metadata={"Software": None})
     print(compare.markdown(lines))
 

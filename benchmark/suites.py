@@ -201,6 +201,7 @@ SUITES = {
         Row("ppo_async", "CartPole-v1", 200_000, (), (*ASYNC, "--sync", *flags.split()), variant)
         for variant, flags in (
             *((f"delay_{k}", f"--artificial-delay {k}") for k in (0, 1, 2, 4, 8)),
+            *((f"decoupled_{k}", f"--artificial-delay {k} --decoupled") for k in (0, 1, 2, 4, 8)),
             *((f"reuse_{r}", f"--sample-reuse {r}") for r in (0.5, 1, 2, 4, 8)),
         )
     ],

@@ -1,6 +1,7 @@
 """A process of torchrun, or a single one: IMPALA or off-policy PPO, the same whatever their number.
 
     python tests/decoupled_ranks.py SCRIPT FOLDER [flags]        # or torchrun --nproc-per-node 2 ...
+    python tests/decoupled_ranks.py ppo_async FOLDER unequal [flags]    # 3 of 8 segments are too old
 
 Environments and actions are the same in all. Writes FOLDER/RANK.pt: the agent's parameters after each update.
 """
@@ -9,10 +10,13 @@ import importlib
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 import tyro
 
 name, folder, sys.argv[1:] = sys.argv[1], sys.argv[2], sys.argv[3:]
+unequal = sys.argv[1:2] == ["unequal"]
+del sys.argv[1 : 1 + unequal]
 script = importlib.import_module(name)
 flags = dict(env_id="CartPole-v1", num_envs=8, batch_unrolls=8, num_steps=16, total_timesteps=128 * 5)
 if name == "ppo_async":  # a batch is what is shared out
@@ -27,6 +31,15 @@ def record(self, agent, version):
     publish(self, agent, version)
 
 
+def age(actors):
+    """Of 8 segments, those of environments 5, 6 and 7 are 100 versions older."""
+    data, versions, episodes = collect(actors)
+    environment = script.RANK * len(versions) + np.arange(len(versions))
+    return data, versions - 100 * (environment >= 5), episodes
+
+
 script.Actors.publish = record
+if unequal:
+    collect, script.collect, args.max_staleness = script.collect, age, 50
 script.train(args)
 torch.save(torch.stack(parameters), Path(folder) / f"{script.RANK}.pt")

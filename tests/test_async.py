@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -39,12 +40,16 @@ def segments(args, count=2, seed=1):
     return found, agent
 
 
+def tensors(unrolls):
+    return {name: torch.from_numpy(x) for name, x in unrolls.data.items() if name != "cuts"}
+
+
 @pytest.mark.parametrize("env_id", ["Count-v0", "PongNoFrameskip-v4"])
 def test_ratio_is_one_before_the_first_gradient_step(env_id):
     """Of fresh samples, and recomputed in one pass over a segment."""
     found, agent = segments(small(env_id=env_id))
     for unrolls in found:
-        data = {name: torch.from_numpy(x) for name, x in unrolls.data.items()}
+        data = tensors(unrolls)
         dist, values = agent(data["obs"].flatten(0, 1))
         logprobs = dist.log_prob(data["last_actions"].roll(-1, 0).flatten(0, 1)).view(17, -1)
         torch.testing.assert_close(logprobs[:-1], data["logprobs"][:-1], atol=1e-5, rtol=0)
@@ -63,7 +68,7 @@ def test_advantages_of_a_segment_by_hand():
     for t in reversed(range(16)):
         advantage = r[t] + 0.99 * (1 - d[t]) * v[t + 1] - v[t] + 0.99 * 0.95 * (1 - d[t]) * advantage
         expected[t] = advantage
-    rows = {name: torch.from_numpy(data[name]) for name in data}
+    rows = tensors(unrolls)
     ends = rows["starts"][1:].float()
     ours = compute_gae(rows["last_rewards"][1:], rows["values"][:-1], ends, rows["values"][-1], 0.99, 0.95)
     np.testing.assert_allclose(ours[:, 0], expected, rtol=1e-5)
@@ -156,16 +161,34 @@ def test_held_back_segments_are_the_older_ones(monkeypatch):
         assert torch.equal(batch["logprobs"].sort()[0], seen.sort()[0])
 
 
-def test_stale_segments_are_dropped_and_counted():
-    run_dir = ppo_async.train(small(artificial_delay=3, max_staleness=1))
+def test_versions_are_updates_and_stale_segments_are_dropped_and_counted(monkeypatch):
+    """Held back for 3 iterations and at most 1 version behind: two of four iterations learn, for ever."""
+    published, publish = [], ppo_async.Actors.publish
+
+    def spy(self, agent, version):
+        published.append((version, torch.cat([p.detach().flatten() for p in agent.parameters()])))
+        publish(self, agent, version)
+
+    monkeypatch.setattr(ppo_async.Actors, "publish", spy)
+    flags = dict(env_id="CartPole-v1", artificial_delay=3, max_staleness=1)
+    run_dir = ppo_async.train(small(**flags))
     dropped = [x for _, x in scalars(run_dir, "staleness/dropped")]
-    assert dropped == [0, 0] + [1] * 8
-    assert len(scalars(run_dir, "losses/policy_loss")) == 2  # and nothing was learned from then on
-    assert [x for _, x in scalars(run_dir, "charts/trained_SPS")][2:] == [0] * 8
+    assert dropped == [0, 0, 1, 1, 0, 0, 1, 1, 0, 0]
+    assert [x for _, x in scalars(run_dir, "staleness/mean")] == [0, 1] + [1] * 4
+    assert [version for version, _ in published] == list(range(7))
+    assert len({tuple(parameters[:50].tolist()) for _, parameters in published}) == 7
+    rates = [x for _, x in scalars(run_dir, "charts/learning_rate")]  # annealing waits for updates
+    updates_before = np.array([0, 1, 2, 2, 2, 3, 4, 4, 4, 5])
+    np.testing.assert_allclose(rates, 2.5e-4 * (1 - updates_before / 10), rtol=1e-5)
+    assert [x > 0 for _, x in scalars(run_dir, "charts/trained_SPS")] == [not x for x in dropped]
     assert len(scalars(run_dir, "charts/SPS")) == 10
+    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    assert state["version"] == 6 and state["iteration"] == 10
     collected = [x for _, x in scalars(run_dir, "charts/collected_SPS")]
     rates = [x for _, x in scalars(run_dir, "charts/dropped_SPS")]
     np.testing.assert_allclose(rates, np.array(collected) * dropped, rtol=1e-5)
+    ppo_async.train(small(**flags, resume=str(run_dir), total_timesteps=64 * 11))
+    assert [version for version, _ in published[7:]] == [6, 7]
 
 
 @pytest.mark.parametrize("reuse,passes", [(0.5, 0.5), (1.0, 1), (2.5, 2.5), (4.0, 4)])
@@ -180,6 +203,17 @@ def test_sample_reuse(reuse, passes, monkeypatch):
     assert counts.sum() == 64 * passes
     assert [x for _, x in scalars(run_dir, "charts/sample_reuse")] == [reuse]
     assert len(used) == 4 * np.ceil(passes)
+
+
+def test_minibatches_are_always_as_many_and_none_is_of_one_sample(monkeypatch):
+    """19 of 64 samples in 8 minibatches."""
+    sizes, loss = [], ppo_async.ppo_loss
+    monkeypatch.setattr(
+        ppo_async, "ppo_loss", lambda a, b, *x: (sizes.append(len(b["obs"])), loss(a, b, *x))[1]
+    )
+    flags = dict(num_envs=2, batch_unrolls=1, num_steps=64, num_minibatches=8, sample_reuse=0.3)
+    ppo_async.train(small(env_id="CartPole-v1", **flags, total_timesteps=64 * 3))
+    assert sizes == [3, 3, 3, 2, 2, 2, 2, 2] * 3
 
 
 def test_advantages_by_the_optimizers_values(monkeypatch):
@@ -200,7 +234,7 @@ def test_advantages_by_the_optimizers_values(monkeypatch):
 
 def test_loss_is_that_of_ppo():
     found, agent = segments(small(env_id="CartPole-v1"), count=1)
-    data = {name: torch.from_numpy(x[:-1]).flatten(0, 1) for name, x in found[0].data.items()}
+    data = {name: x[:-1].flatten(0, 1) for name, x in tensors(found[0]).items()}
     batch = dict(obs=data["obs"], actions=data["last_actions"], values=data["values"])
     batch |= dict(
         logprobs=data["logprobs"] + torch.randn(32) / 5, advantages=torch.randn(32), returns=torch.randn(32)
@@ -210,6 +244,68 @@ def test_loss_is_that_of_ppo():
     their_info |= ppo.diagnostics([their_info.pop("logratio")], 0.1)
     assert torch.equal(ours, theirs) and info == their_info
     assert clipped.shape == (32,) and clipped.float().mean() == info["clipfrac"] > 0.2
+
+
+def decoupled_loss(decoupled, behavior, recent, current, advantages):
+    """Loss, diagnostics and the gradient by the current log-probabilities; clipped at 0.2."""
+    current = torch.tensor(current).log().requires_grad_()
+    zeros = torch.zeros(len(current))
+    dist = SimpleNamespace(log_prob=lambda actions: current, entropy=lambda: zeros)
+    batch = dict(obs=zeros, actions=zeros, values=zeros, returns=zeros, advantages=torch.tensor(advantages))
+    batch |= dict(logprobs=torch.tensor(behavior).log(), recent_logprobs=torch.tensor(recent).log())
+    args = small(norm_adv=False, decoupled=decoupled)
+    loss, info = ppo_loss(lambda obs: (dist, zeros), batch, 0.2, args)
+    return loss.item(), info, torch.autograd.grad(loss, current)[0].tolist()
+
+
+def test_decoupled_objective_by_hand():
+    """Weights 0.5, 4 and 1 of min(1.1 * 2, 1.2 * 2), min(1.5, 1.2) and min(-0.5, -0.8)."""
+    parts = [0.5, 0.1, 0.5], [0.25, 0.4, 0.5], [0.275, 0.6, 0.25], [2.0, 1.0, -1.0]
+    loss, info, _ = decoupled_loss(True, *parts)
+    assert loss == pytest.approx(-(0.5 * 2.2 + 4 * 1.2 - 0.8) / 3)
+    assert info["clipped"].tolist() == [False, True, True]
+    ratios, weights = np.array([1.1, 1.5, 0.5]), np.array([0.5, 4, 1])
+    assert info["approx_kl"].item() == pytest.approx((ratios - 1 - np.log(ratios)).mean(), rel=1e-4)
+    assert info["behavior_kl"].item() == pytest.approx((weights - 1 - np.log(weights)).mean(), rel=1e-4)
+    assert decoupled_loss(True, parts[0], parts[0], *parts[2:])[0] == decoupled_loss(False, *parts)[0]
+
+
+def test_stale_samples_begin_with_a_gradient_only_if_decoupled():
+    """The policy has gone from 0.1 to 0.4 since the action, and has yet to move in this update."""
+    parts = [0.1], [0.4], [0.4], [1.0]
+    *_, gradient = decoupled_loss(False, *parts)
+    assert gradient == [0]
+    *_, gradient = decoupled_loss(True, *parts)
+    assert gradient == pytest.approx([-4])
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_decoupled_clip_begins_at_the_policy_before_the_update(delay, monkeypatch):
+    """Whatever the staleness, the first minibatch is at ratio 1; fresh samples are trained on as ever."""
+    agents, batches, loss = {}, [], ppo_async.ppo_loss
+
+    def spy(agent, batch, *x):
+        batches.append(batch)
+        agents[x[-1].decoupled] = agent
+        return loss(agent, batch, *x)
+
+    infos = []
+    monkeypatch.setattr(ppo_async, "ppo_loss", lambda *x: (infos.append(spy(*x)), infos[-1])[1])
+    for decoupled in (False, True):
+        flags = dict(env_id="CartPole-v1", artificial_delay=delay, learning_rate=1e-2, sample_reuse=2)
+        ppo_async.train(small(**flags, decoupled=decoupled))
+    plain, ours = (torch.cat([p.detach().flatten() for p in agents[k].parameters()]) for k in (False, True))
+    starts = [info for _, info in infos[80::8]]  # of ten iterations of two passes of four minibatches
+    assert len(starts) == 10 and all(info["approx_kl"].abs() < 1e-6 for info in starts)
+    assert not any(info["clipfrac"] for info in starts)
+    for k in range(80, 160, 8):  # and the clip stays there for both passes
+        first, second = (torch.cat([b["recent_logprobs"] for b in batches[i : i + 4]]) for i in (k, k + 4))
+        assert torch.equal(first.sort()[0], second.sort()[0])
+    if delay:
+        assert not torch.allclose(plain, ours, atol=1e-3)
+        assert starts[-1]["behavior_kl"] > 1e-4 > 1e-6 > starts[0]["behavior_kl"].abs()
+    else:
+        torch.testing.assert_close(plain, ours, atol=1e-5, rtol=0)
 
 
 def test_clipped_share_by_staleness_by_hand():
@@ -231,12 +327,28 @@ def test_asynchronous_run_is_little_stale_and_leaves_no_thread():
     assert set(reuse) == {1.0}
 
 
-def test_time_limit_is_bootstrapped_on_demand():
-    (unrolls, _), agent = segments(small(env_id="Cut-v0", bootstrap_truncated=True), count=1)
-    with torch.no_grad():
-        value = agent(torch.tensor([[100.0, 1.0]]))[1].item()
-    assert np.flatnonzero(unrolls.data["bootstraps"][:, 0]).tolist() == [4, 8, 12, 16]
-    np.testing.assert_allclose(unrolls.data["bootstraps"][[4, 8]], 0.99 * value, rtol=1e-5)
+@pytest.mark.parametrize("flags", [{}, dict(gae_on_learner=True), dict(max_staleness=1)])
+def test_time_limit_is_valued_by_the_optimizer_on_demand(flags, monkeypatch):
+    """Cut-v0 is cut after 4 steps, and its last observation has a 100: held back, it has today's value."""
+    checked, gae = [], ppo_async.compute_gae
+
+    def spy(rewards, values, *x):
+        with torch.no_grad():
+            value = agents[0](torch.tensor([[100.0, 1.0]]))[1].item()
+        expected = torch.ones(16, 4)  # sign of the reward
+        expected[3::4] += 0.99 * value
+        torch.testing.assert_close(rewards, expected[:, : rewards.shape[1]])
+        checked.append(value)
+        return gae(rewards, values, *x)
+
+    agents, original = [], Agent.__init__
+    monkeypatch.setattr(Agent, "__init__", lambda self, *x: (original(self, *x), agents.append(self))[0])
+    monkeypatch.setattr(ppo_async, "compute_gae", spy)
+    flags = dict(artificial_delay=2, learning_rate=1e-2, **flags)
+    ppo_async.train(small(env_id="Cut-v0", bootstrap_truncated=True, **flags))
+    assert len(checked) == 10 and np.ptp(checked) > 0.1  # of an agent that learns
+    (unrolls, _), _ = segments(small(env_id="Cut-v0"), count=1)
+    assert unrolls.data["cuts"].tolist() == [[(), ()]]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import scalars, small_args
@@ -115,3 +116,89 @@ def test_non_finite_loss_stops_the_run(script):
         SystemExit, match=r"iteration \d+: .* not finite; last good checkpoint: runs/.*iteration"
     ):
         script.train(small(script, env_id="NanReward-v0", total_timesteps=32 * 40, save_every=1))
+
+
+def test_published_agent_is_a_copy(script):
+    """What the learner does to its parameters afterwards does not reach the actors."""
+    args = small(script, sync=True)
+    actors = script.Actors(args, 0)
+    agent = script.Agent(actors.envs, args)
+    actors.publish(agent, 3)
+    acting, version = actors.published
+    before = [parameter.clone() for parameter in acting.parameters()]
+    with torch.no_grad():
+        for parameter in agent.parameters():
+            parameter.add_(1)
+    assert version == 3 and len(before) > 3
+    assert all(torch.equal(a, b) for a, b in zip(before, acting.parameters(), strict=True))
+
+
+def test_defaults_are_on_policy_in_turn_and_one_version_behind_beside_the_learner(script, capsys):
+    """The geometry of the defaults: environments, actors and unrolls of a batch."""
+    tag = "charts/policy_lag_max" if script is impala_vtrace else "staleness/max"
+    for sync, most in ((True, 0), (False, 1)):
+        args = script.Args(env_id="CartPole-v1", num_steps=8, sync=sync, device="cpu")
+        args.total_timesteps = args.batch_size * 20
+        run_dir = script.train(args)
+        lags = [x for _, x in scalars(run_dir, tag)]
+        assert lags and max(lags) <= most
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags,words",
+    [
+        (
+            dict(num_envs=12, num_actors=3, batch_unrolls=2, sync=False),
+            "up to 6 versions behind the learner instead of 1",
+        ),
+        (dict(num_envs=4, batch_unrolls=2, sync=False), "up to 2 versions behind the learner instead of 1"),
+        (dict(num_envs=4, batch_unrolls=2, sync=True), "up to 1 versions behind the learner instead of 0"),
+    ],
+)
+def test_geometry_with_more_lag_is_told_once(script, flags, words, capsys):
+    args = small(script, **flags)
+    args.total_timesteps = args.batch_size * 5
+    run_dir = script.train(args)
+    err = capsys.readouterr().err
+    assert err.count("warning") == 1 and words in err and f"the {args.num_envs} environments" in err
+    if args.sync:  # the second block of a pair waits for a batch
+        lags = scalars(run_dir, "charts/policy_lag_max" if script is impala_vtrace else "staleness/max")
+        assert [x for _, x in lags] == [0, 1, 0, 1, 0]
+
+
+def test_length_of_a_game_is_in_frames_and_of_the_rest_in_steps(script):
+    """CleanRL counts every frame of the emulator, those of no-ops too: as ppo_atari.py does."""
+    group = script.Group("BreakoutNoFrameskip-v4", small(script), 2, seed=3)
+    frames, lengths, expected, rng = np.zeros(2), [], [], np.random.default_rng(0)
+    info, receive = {}, group.envs.recv
+    group.envs.recv = lambda: (step := receive(), info.update(step[-1]))[0]
+    for _ in range(800):
+        group.send(rng.integers(4, size=2))
+        frames[:] = info.get("episode_frame_number", 0)
+        _, episodes = group.receive()
+        ended = info["episode_frame_number"] < frames
+        lengths += [length for _, length in episodes]
+        expected += frames[ended].tolist()  # and the 1 to 4 frames of the last action
+    assert len(lengths) == len(expected) >= 4
+    assert all(1 <= ours - before <= 4 for ours, before in zip(lengths, expected, strict=True))
+    group = script.Group("Count-v0", small(script), 2, seed=3)
+    episodes = []
+    for _ in range(10):
+        group.send(np.zeros(2, int))
+        episodes += group.receive()[1]
+    assert [length for _, length in episodes] == [5] * 4
+
+
+def test_final_observation_has_the_type_of_the_others(script):
+    """Whatever type an environment answers in: the batch's rows take it in their place."""
+    args = small(script, sync=True, bootstrap_truncated=True)
+    actors = script.Actors(args, 0)
+    (actor,), agent = actors.members, script.Agent(actors.envs, args)
+    group, unrolls = actor.groups[0], script.Unrolls(args, agent, actors.row)
+    unrolls.episodes, group.cut = [], np.array([False, True])
+    unrolls.data["cuts"].fill(())
+    group.receive = lambda: (np.ones((2, 4), np.float64), [])
+    actor.receive(group, 3, unrolls)
+    (nothing, ((row, obs),)), *_ = unrolls.data["cuts"]
+    assert nothing == () and row == 3 and obs.dtype == np.float32 and obs.tolist() == [1] * 4

@@ -150,6 +150,12 @@ def collected(args, count=4):
     return found, agent
 
 
+def tensors(unrolls):
+    """As the learner has them, with nothing beyond time limits."""
+    data = {name: torch.from_numpy(x.copy()) for name, x in unrolls.data.items() if name != "cuts"}
+    return data | dict(bootstraps=torch.zeros_like(data["last_rewards"]))
+
+
 def test_unrolls_pair_every_action_with_its_reward_and_end():
     found, _ = collected(small(env_id="Walk-v0", num_steps=7))
     for before, after in zip(found, found[1:], strict=False):
@@ -176,7 +182,7 @@ def test_learner_recomputes_what_the_actor_did(lstm):
     """The same parameters: ratio 1 for every step, with the LSTM's state reset where episodes begin."""
     found, agent = collected(small(env_id="Walk-v0", num_steps=7, lstm=lstm))
     for unrolls in found:
-        data = {name: torch.from_numpy(x) for name, x in unrolls.data.items()}
+        data = tensors(unrolls)
         with torch.no_grad():
             dist, values, state = agent(data, data["state"])
         logprobs = dist.log_prob(data["last_actions"].roll(-1, 0))[:-1]
@@ -200,7 +206,7 @@ def test_ratio_is_one_before_the_first_gradient_step(flags):
 
 def test_last_action_and_reward_reach_the_lstm():
     found, agent = collected(small(env_id="Walk-v0", lstm=True), count=1)
-    data = {name: torch.from_numpy(x) for name, x in found[0].data.items()}
+    data = tensors(found[0])
     with torch.no_grad():
         value = agent(data, data["state"])[1]
         for name, other in (
@@ -212,17 +218,50 @@ def test_last_action_and_reward_reach_the_lstm():
         assert torch.equal(agent(data | dict(last_rewards=clipped), data["state"])[1], value)
 
 
-def test_time_limit_is_bootstrapped_on_demand():
-    """Cut-v0 is cut after 4 steps, and its last observation has a 100."""
-    args = small(env_id="Cut-v0", bootstrap_truncated=True)
-    found, agent = collected(args, count=1)
-    data = found[0].data
-    with torch.no_grad():
-        row = dict(obs=torch.tensor([[[100.0, 1.0]]]), starts=torch.zeros(1, 1, dtype=bool))
-        value = agent(row, agent.initial_state(1))[1].item()
-    np.testing.assert_allclose(data["bootstraps"][[4, 8]], 0.99 * value, rtol=1e-5)
-    assert np.flatnonzero(data["bootstraps"][:, 0]).tolist() == [4, 8]
-    assert not collected(small(env_id="Cut-v0"), count=1)[0][0].data["bootstraps"].any()
+@pytest.mark.parametrize("lstm", [False, True])
+def test_time_limit_is_valued_by_the_learner_on_demand(lstm):
+    """Cut-v0 is cut after 4 steps, and its last observation has a 100, which today's agent values."""
+    args = small(env_id="Cut-v0", bootstrap_truncated=True, lstm=lstm, num_steps=10)
+    found, _ = collected(args)
+    for unrolls in found[:2]:  # cut at rows 4 and 8; at 2, 6 and 10
+        cuts, data = unrolls.data["cuts"], tensors(unrolls)
+        rows = [t for t, _ in cuts[0, 1]]
+        assert rows in ([4, 8], [2, 6, 10]) and all(obs[0] == 100 for _, obs in cuts[0, 1])
+        today = Agent(impala_vtrace.make_env("Cut-v0", args, 1), args)  # another one than acted
+        with torch.no_grad():
+            ours = impala_vtrace.beyond_time_limits(today, data, cuts, 0.9)
+            expected, state = torch.zeros_like(ours), data["state"]
+            for t in range(11):  # step by step
+                row = {name: data[name][t : t + 1] for name in ("starts", "last_actions", "last_rewards")}
+                final = row | dict(obs=torch.tensor([[[100.0, 1.0]] * 2]), starts=row["starts"] & False)
+                if t in rows:
+                    expected[t] = 0.9 * today(final, state)[1][0]
+                _, _, state = today(row | dict(obs=data["obs"][t : t + 1]), state)
+        torch.testing.assert_close(ours, expected)
+        assert ours.abs()[rows].min() > 0
+    assert collected(small(env_id="Cut-v0", lstm=lstm), count=1)[0][0].data["cuts"].tolist() == [[(), ()]]
+
+
+def test_replayed_time_limits_do_not_age(monkeypatch):
+    """In every batch, new or replayed, the final observation has the value of the agent of that update."""
+    checked, loss = [], impala_vtrace.impala_loss
+
+    def spy(agent, batch, args):
+        ends = batch["bootstraps"] != 0
+        with torch.no_grad():
+            row = dict(obs=torch.tensor([[[100.0, 1.0]]]), starts=torch.zeros(1, 1, dtype=bool))
+            value = agent(row, agent.initial_state(1))[1].item()
+        torch.testing.assert_close(
+            batch["bootstraps"][ends], torch.full_like(batch["bootstraps"][ends], 0.99 * value)
+        )
+        assert torch.equal(ends.nonzero()[:, 0] % 4, ends.nonzero()[:, 0] * 0) and ends.sum() == 16
+        checked.append(value)
+        return loss(agent, batch, args)
+
+    monkeypatch.setattr(impala_vtrace, "impala_loss", spy)
+    flags = dict(replay_fraction=0.5, batch_unrolls=8, replay_unrolls=16, bootstrap_truncated=True)
+    impala_vtrace.train(small(env_id="Cut-v0", **flags, learning_rate=1e-2))
+    assert len(checked) == 10 and np.ptp(checked) > 0.1  # of an agent that learns
 
 
 def test_atari_group_ends_episodes_with_lives_and_keeps_the_raw_score():
@@ -257,7 +296,7 @@ def off_policy_batch(T=5, N=3, **flags):
     found, agent = collected(
         small(env_id="Walk-v0", num_steps=T, num_envs=2 * N, batch_unrolls=N, **flags), 2
     )
-    data = {name: torch.from_numpy(x).clone() for name, x in found[1].data.items()}
+    data = tensors(found[1])
     data["logprobs"] += torch.from_numpy(np.random.default_rng(0).normal(size=(T, N)).astype(np.float32))
     return agent, data
 
@@ -281,6 +320,41 @@ def test_loss_is_summed_and_made_of_its_parts():
     twice = {name: torch.cat((x, x), 1) for name, x in batch.items()}
     torch.testing.assert_close(gradient(agent, twice), 2 * gradient(agent, batch), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(info["entropy"], (entropy / 15).detach())
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, dict(rho_bar=0.6), dict(c_bar=0.5), dict(vtrace_lambda=0.4), dict(rho_bar=2.0, c_bar=1.5)]
+)
+def test_loss_clips_and_shortens_as_the_flags_say(flags):
+    """--rho-bar, --c-bar and --vtrace-lambda: the losses of targets by the definition, with those values."""
+    agent, batch = off_policy_batch()
+    with torch.no_grad():
+        dist, values, _ = agent(batch, batch["state"])
+        logprobs = dist.log_prob(batch["last_actions"].roll(-1, 0))[:-1]
+    args = small(**flags)
+    bars = (args.rho_bar, args.c_bar, args.rho_bar, args.vtrace_lambda)
+    rewards, discounts = batch["last_rewards"][1:].clamp(-1, 1), 0.99 * ~batch["starts"][1:]
+    targets = rewards, discounts, values[:-1], values[-1]
+    losses = []
+    for used in (bars, (1.0, 1.0, 1.0, 1.0)):
+        vs, advantages = by_definition(batch["logprobs"], logprobs, *targets, *used)
+        policy_loss = -(logprobs.numpy() * advantages).mean()
+        losses.append((policy_loss, 0.5 * ((vs - values[:-1].numpy()) ** 2).mean()))
+    _, info = impala_loss(agent, batch, args)
+    np.testing.assert_allclose([info["policy_loss"], info["value_loss"]], losses[0], rtol=1e-4)
+    if flags:
+        assert np.abs(np.subtract(*losses)).max() > 1e-3  # it does make a difference
+
+
+def test_diagnostics_survive_a_ratio_that_underflows():
+    """A policy that has left the one that acted far behind: exp(-120) is 0 in float32."""
+    agent, batch = off_policy_batch()
+    batch["logprobs"] = batch["logprobs"] * 0 + 120
+    _, info = impala_loss(agent, batch, small())
+    assert all(x.isfinite() for x in info.values())
+    with torch.no_grad():
+        logprobs = agent(batch, batch["state"])[0].log_prob(batch["last_actions"].roll(-1, 0))[:-1]
+    torch.testing.assert_close(info["approx_kl"], (119 - logprobs).mean())
 
 
 def test_corrections_of_the_ablation():
