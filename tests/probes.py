@@ -75,9 +75,17 @@ class Count(Probe):
 
 
 class Aligned(Probe):
-    """Ends after 16 steps; deterministic, with rewards by action: for resuming bit by bit."""
+    """Ends after 16 steps; deterministic, with rewards by action: for resuming bit by bit.
+
+    seeds: what those of this kind were reset with, None among them.
+    """
 
     length = 16
+    seeds = []
+
+    def reset(self, *, seed=None, options=None):
+        Aligned.seeds.append(seed)
+        return super().reset(seed=seed, options=options)
 
     def reward(self, action):
         return float(action) * self.t / 16
