@@ -179,6 +179,13 @@ class CutBox(Cut):
     action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
 
 
+class CountBox(Count):
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+
+    def step(self, action):
+        return super().step(action[0])
+
+
 class Match(gym.Env):
     """Names one choice of each of three components; the reward is the share that was matched."""
 
@@ -311,6 +318,7 @@ OTHERS = (
     ImageObservations,
     RewardByContinuousAction,
     CutBox,
+    CountBox,
     Match,
     Masked,
 )
