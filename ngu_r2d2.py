@@ -76,9 +76,7 @@ class Args:
     burn_in: int = 10  # steps that only warm up the LSTM's state
     unroll: int = 40  # steps to train on
     period: int = 40  # steps between the beginnings of an episode's sequences
-    replay_steps: int = (
-        100_000  # capacity, shared out over torchrun's processes; padding of short episodes counts
-    )
+    replay_steps: int = 100_000  # capacity of all processes, in steps; short episodes waste some by padding
     learning_starts: int = 10_000  # environment steps in the replay before the first update
     priority_exponent: float = 0.9  # 0 draws uniformly
     priority_eta: float = 0.9  # weight of a sequence's largest TD error, against the mean

@@ -776,6 +776,7 @@ def learn(args: Args, actors: Actors, checkpoint: dict, stop: Sequence[int]) -> 
         print(run_dir)
 
     def update(batch: dict[str, Tensor], clip: float, weight: float) -> dict[str, Tensor]:
+        # differs from ppo.py: a process weighs its gradient by its share of the samples
         with torch.enable_grad():
             loss, info = ppo_loss(agent, batch, clip, args)
         optimizer.zero_grad()

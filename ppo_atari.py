@@ -502,6 +502,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         return (action := dist.sample()), dist.log_prob(action), value
 
     def update(batch: dict[str, Tensor], clip: float) -> dict[str, Tensor]:
+        # differs from ppo.py: large networks gain nothing by one flat tensor
         with torch.enable_grad():
             loss, info = ppo_loss(agent, batch, clip, args)
         optimizer.zero_grad()

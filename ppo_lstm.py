@@ -591,11 +591,13 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         print(run_dir)
 
     def act(obs: Tensor, state: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        # differs from ppo_atari.py: recurrent
         dist, value, state = agent(obs, state, starts)
         action = dist.sample()
         return action, dist.log_prob(action), value, state
 
     def update(batch: dict[str, Tensor], clip: float) -> dict[str, Tensor]:
+        # differs from ppo.py: large networks gain nothing by one flat tensor
         with torch.enable_grad():
             loss, info = ppo_loss(agent, batch, clip, args)
         optimizer.zero_grad()

@@ -75,9 +75,17 @@ class Count(Probe):
 
 
 class Aligned(Probe):
-    """Ends after 16 steps; deterministic, with rewards by action: for resuming bit by bit."""
+    """Ends after 16 steps; deterministic, with rewards by action: for resuming bit by bit.
+
+    seeds: what those of this kind were reset with, None among them.
+    """
 
     length = 16
+    seeds = []
+
+    def reset(self, *, seed=None, options=None):
+        Aligned.seeds.append(seed)
+        return super().reset(seed=seed, options=options)
 
     def reward(self, action):
         return float(action) * self.t / 16
@@ -169,6 +177,13 @@ class ImageBox(Probe):
 
 class CutBox(Cut):
     action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+
+
+class CountBox(Count):
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+
+    def step(self, action):
+        return super().step(action[0])
 
 
 class Match(gym.Env):
@@ -303,6 +318,7 @@ OTHERS = (
     ImageObservations,
     RewardByContinuousAction,
     CutBox,
+    CountBox,
     Match,
     Masked,
 )

@@ -11,11 +11,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import gymnasium as gym
 import numpy as np
+import probes
 import pytest
 import torch
-from conftest import OTHERS, SCRIPTS, games, scalars, small_args
+from conftest import OTHERS, SCRIPTS, aligned_args, games, scalars, small_args
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -32,7 +32,8 @@ import ppo_shared
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(params=["ppo", "ppo_atari", *OTHERS])  # ppo_shared.py is ppo.py but for its network
+# ppo_shared.py is ppo.py but for its network
+@pytest.fixture(params=[name for name in SCRIPTS | OTHERS if name != "ppo_shared"])
 def script(request):
     return (SCRIPTS | OTHERS)[request.param]
 
@@ -187,45 +188,6 @@ def test_agent_that_does_not_fit(monkeypatch, capsys):
     assert_one_line_error(code, capsys, "does not fit Acrobot-v1")
 
 
-class AlignedGames(gym.vector.VectorEnv):
-    """Stands in for AtariEnvs: deterministic, and all episodes end with a rollout of 16 steps."""
-
-    def __init__(self, num_envs):
-        self.num_envs = num_envs
-        self.single_observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
-        self.single_action_space = gym.spaces.Discrete(4)
-
-    def observe(self):
-        return np.full((self.num_envs, 4, 84, 84), 10 * self.t, np.uint8)
-
-    def reset(self, *, seed=None, options=None):
-        self.t = 0
-        return self.observe(), {}
-
-    def step(self, actions):
-        self.t = (self.t + 1) % 16
-        ended, score = np.full(self.num_envs, self.t == 0), np.ones(self.num_envs)
-        infos = (
-            {"final_info": {"episode": {"r": score, "l": score}, "_episode": ended}} if self.t == 0 else {}
-        )
-        return self.observe(), actions / 4, ended, ended & False, infos
-
-
-def aligned_args(script, monkeypatch, **flags):
-    if script is ppo_atari:
-        monkeypatch.setattr(
-            ppo_atari, "make_env", lambda args, num_envs, video_dir=None: AlignedGames(num_envs)
-        )
-        flags = dict(update_epochs=2) | flags
-    else:
-        ids = {ppo_continuous: "AlignedBox-v0", ppo_multidiscrete: "AlignedMulti-v0"}
-        minibatches = {} if script in (impala_vtrace, ngu_r2d2) else dict(num_minibatches=2)
-        flags = dict(env_id=ids.get(script, "Aligned-v0")) | minibatches | flags
-    if script is ngu_r2d2:  # policies and the memory of a new episode are drawn and made anew when resumed
-        flags |= dict(num_policies=1, train_embedding=False)
-    return small_args(script, num_envs=2, total_timesteps=256, **flags)
-
-
 def interrupt_at(script, monkeypatch, step, what):
     """Do something, once, while the iteration that ends at a step is logged."""
     original = script.Logger.log
@@ -260,21 +222,43 @@ def assert_same(a, b):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-def test_stopped_and_resumed_twice_equals_uninterrupted_bit_for_bit(script, monkeypatch):
-    whole = script.train(aligned_args(script, monkeypatch))
+def seeds_of(monkeypatch, train, *args):
+    """What PyTorch was seeded with while a function trains, and the environments; None where it exits."""
+    seeds, seed = [], torch.manual_seed
+    probes.Aligned.seeds.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "manual_seed", lambda x: seeds.append(x) or seed(x))
+        try:
+            train(*args)
+        except SystemExit as end:
+            assert end.code == 143
+    return seeds, [x for x in probes.Aligned.seeds if x is not None]
+
+
+@pytest.mark.parametrize("name", SCRIPTS | OTHERS)
+def test_stopped_and_resumed_twice_equals_uninterrupted_bit_for_bit(name, monkeypatch):
+    """And noise is seeded anew in every iteration, but the environments never as they once were."""
+    script = (SCRIPTS | OTHERS)[name]
+    noise, tasks = seeds_of(monkeypatch, script.train, aligned_args(script, monkeypatch))
+    (whole,) = Path("runs").iterdir()
+    assert len(noise) == len(set(noise)) == 1 + 8 and noise[0] == 1
+    assert tasks and min(tasks) == 1
     parts = None
     for step in (96, 160):
         stop = []
         interrupt_at(script, monkeypatch, step, lambda stop=stop: stop.append(signal.SIGTERM))
         args = resumed(script, parts) if parts else aligned_args(script, monkeypatch)
-        with pytest.raises(SystemExit) as end:
-            script.train(args, stop)
-        assert end.value.code == 143
+        first = torch.load(parts / "checkpoint.pt", weights_only=True)["iteration"] if parts else 0
+        some_noise, some_tasks = seeds_of(monkeypatch, script.train, args, stop)
+        assert (tasks == some_tasks) == (first == 0) and some_tasks
+        assert first == 0 or not {*some_tasks} & {*tasks}
         (parts,) = set(Path("runs").iterdir()) - {whole}
-        assert torch.load(parts / "checkpoint.pt", weights_only=True)["iteration"] - step // 32 == (
-            script in (impala_vtrace, ngu_r2d2)
-        )
-    assert script.train(resumed(script, parts)) == parts
+        last = torch.load(parts / "checkpoint.pt", weights_only=True)["iteration"]
+        assert some_noise == [1, *noise[1 + first : 1 + last]]
+        assert last - step // 32 == (script in (impala_vtrace, ngu_r2d2))
+        tasks += some_tasks if first else []
+    some_noise, some_tasks = seeds_of(monkeypatch, script.train, resumed(script, parts))
+    assert some_noise == [1, *noise[1 + last :]] and some_tasks and not {*some_tasks} & {*tasks}
     a, b = (torch.load(run / "checkpoint.pt", weights_only=True) for run in (whole, parts))
     assert_same(a, b)
     tags = ("losses/policy_loss", "losses/value_loss", "charts/learning_rate", "charts/episodic_return")
@@ -343,7 +327,9 @@ def test_nothing_that_a_compiled_function_returned_is_used_after_the_next_call(n
     eager, compiled = (script.train(replace(x, total_timesteps=2 * x.total_timesteps)) for x in args)
     assert returned and torch.equal(parameters_of(eager), parameters_of(compiled))
     events = EventAccumulator(str(eager)).Reload()
-    for tag in [tag for tag in events.Tags()["scalars"] if tag.startswith("losses/")]:
+    tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("losses/")]
+    assert len(tags) > 1
+    for tag in tags:
         assert scalars(eager, tag) == scalars(compiled, tag), tag
 
 
@@ -399,7 +385,8 @@ def test_non_finite_loss_stops_the_run(vector_script):
     (run_dir,) = Path("runs").iterdir()
     assert re.search(f"iteration 3: .* not finite; .*{run_dir}/checkpoint.pt, of iteration 2", end.value.code)
     state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
-    assert state["iteration"] == 2 and all(x.isfinite().all() for x in state["agent"].values())
+    assert state["iteration"] == 2 and len(state["agent"]) == 12
+    assert all(x.isfinite().all() for x in state["agent"].values())
     with pytest.raises(SystemExit, match="last good checkpoint: none"):
         vector_script.train(small_args(vector_script, env_id="NanReward-v0", total_timesteps=640))
 
@@ -559,21 +546,26 @@ def test_atari_amp_changes_little(amp):
 
 
 def test_compile_runs_and_agrees():
-    """torch.compile of the policy step and the update learns with the same losses."""
-    flags = dict(num_envs=2, num_steps=16, total_timesteps=96, num_minibatches=2)
+    """torch.compile of the update learns the same parameters, with the same losses and learning rates."""
+    flags = dict(num_envs=2, num_steps=16, total_timesteps=96, num_minibatches=2, learning_rate=1e-2)
     eager, compiled = (ppo.train(ppo.Args(compile=compile, **flags)) for compile in (False, True))
-    assert [s for s, _ in scalars(compiled, "losses/value_loss")] == [32, 64, 96]
-    assert all(np.isfinite(v) for _, v in scalars(compiled, "losses/value_loss"))
+    for tag in ("losses/policy_loss", "losses/value_loss", "losses/entropy"):
+        losses = [np.array(scalars(run, tag)) for run in (eager, compiled)]
+        assert losses[1][:, 0].tolist() == [32, 64, 96]
+        np.testing.assert_allclose(*losses, rtol=1e-3, atol=1e-4)
+    rates = [value for _, value in scalars(compiled, "charts/learning_rate")]
+    np.testing.assert_allclose(rates, [1e-2, 2e-2 / 3, 1e-2 / 3], rtol=1e-5)
     assert scalars(compiled, "charts/learning_rate") == scalars(eager, "charts/learning_rate")
+    # if annealing did not reach the compiled update, parameters would be apart by some of its steps
+    torch.testing.assert_close(parameters_of(eager), parameters_of(compiled), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("script", [ppo_continuous, ppo_multidiscrete], ids=lambda script: script.SCRIPT)
 @pytest.mark.parametrize("env_id", ["HalfCheetah-v4", "HalfCheetah-v5"])
 def test_both_generations_of_mujoco_run(script, env_id):
     run_dir = script.train(small_args(script, env_id=env_id))
-    assert (
-        np.isfinite(scalars(run_dir, "losses/value_loss")).all() and len(scalars(run_dir, "charts/SPS")) == 1
-    )
+    losses = scalars(run_dir, "losses/value_loss")
+    assert len(losses) == len(scalars(run_dir, "charts/SPS")) == 1 and np.isfinite(losses).all()
 
 
 def test_episodes_are_logged_at_the_steps_that_ended_them(tmp_path, monkeypatch):

@@ -14,10 +14,25 @@ import probes
 import pytest
 import torch
 import torch.nn as nn
-from conftest import games, random_batch, scalars, small_args
+from conftest import (
+    SCRIPTS,
+    AlignedGames,
+    CutGames,
+    aligned_args,
+    games,
+    random_batch,
+    scalars,
+    small_args,
+)
+from torch.utils._pytree import tree_map_only
 
+import impala_vtrace
+import ngu_r2d2
 import ppo
+import ppo_async
 import ppo_atari
+import ppo_continuous
+import ppo_lstm
 import ppo_multidiscrete
 import ppo_shared
 
@@ -25,28 +40,47 @@ gym.register_envs(ale_py)
 
 
 def watch(monkeypatch, script, name):
-    """Calls of a function of the script: [(arguments, result), ...]."""
+    """Calls of a function of the script: [(arguments, result), ...], with arguments as they were then."""
     calls, original = [], getattr(script, name)
 
     def spy(*args, **kwargs):
+        before = tree_map_only(torch.Tensor, torch.clone, args)
         result = original(*args, **kwargs)
-        calls.append((args, result))
+        calls.append((before, result))
         return result
 
     monkeypatch.setattr(script, name, spy)
     return calls
 
 
-def agent_of(script, num_actions=4):
+def every(*scripts):
+    """Runs a test on all of these scripts, as its argument "script"."""
+    return pytest.mark.parametrize("script", scripts, ids=lambda script: script.SCRIPT)
+
+
+FLAT = [script for script in SCRIPTS.values() if script is not ppo_lstm]  # minibatches are of single steps
+TASKS = {ppo_atari: "BreakoutNoFrameskip-v4", ppo_continuous: "Pendulum-v1", ppo_multidiscrete: "Pendulum-v1"}
+
+
+def task_args(script, **flags):
+    """small_args() on a task that differs from step to step."""
+    return small_args(script, env_id=TASKS.get(script, "CartPole-v1"), **flags)
+
+
+def agent_of(script):
     torch.manual_seed(1)
-    env_id = "BreakoutNoFrameskip-v4" if script is ppo_atari else "CartPole-v1"
-    return script.Agent(script.make_env(script.Args(env_id=env_id, device="cpu"), 1))
+    return script.Agent(script.make_env(task_args(script), 1))
 
 
 def batch_of(script, agent, size=64):
     if script is ppo_atari:
         return random_batch(agent, size, (4, 84, 84), torch.uint8)
-    return random_batch(agent, size)
+    if script is ppo_lstm:
+        starts = torch.zeros(size, 1, dtype=torch.bool)
+        return random_batch(agent, size, state=agent.initial_state(1), starts=starts)
+    if script is ppo_multidiscrete:
+        return random_batch(agent, size, (3,), masks=torch.ones(size, 11, dtype=torch.bool))
+    return random_batch(agent, size, (3,) if script is ppo_continuous else (4,))
 
 
 def test_detail_1_vectorized_segments_join_into_one_trajectory(monkeypatch):
@@ -100,7 +134,7 @@ def test_detail_1_as_gymnasium_vectorizes(module, env_id):
 def test_detail_2_orthogonal_weights_and_zero_biases(script):
     agent = agent_of(script)
     layers = {n: m for n, m in agent.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
-    assert len(layers) == {"ppo": 6, "ppo_shared": 4, "ppo_atari": 6}[script.SCRIPT]
+    assert len(layers) == (4 if script in (ppo_shared, ppo_lstm) else 6)
     for name, layer in layers.items():
         out = layer.weight.shape[0]
         policy, value = name in ("actor", "actor.4"), name in ("critic", "critic.4")
@@ -109,28 +143,33 @@ def test_detail_2_orthogonal_weights_and_zero_biases(script):
         gram = w @ w.T if w.shape[0] <= w.shape[1] else w.T @ w
         torch.testing.assert_close(gram, gain**2 * torch.eye(len(gram)), atol=1e-5, rtol=0)
         assert (layer.bias == 0).all()
-    entropy = agent(batch_of(script, agent, 8)["obs"])[0].entropy()
-    actions = 4 if script is ppo_atari else 2
-    torch.testing.assert_close(entropy, torch.full_like(entropy, math.log(actions)), atol=1e-3, rtol=0)
+    entropy = script.ppo_loss(agent, batch_of(script, agent, 8), 0.2, task_args(script))[1]["entropy"]
+    actions = {ppo_atari: 4, ppo_multidiscrete: 11, ppo_continuous: (2 * math.pi * math.e) ** 0.5}
+    assert entropy.item() == pytest.approx(math.log(actions.get(script, 2)), abs=1e-3)
 
 
+@every(*SCRIPTS.values(), ppo_async, ngu_r2d2)
 def test_detail_3_adam_epsilon(script, monkeypatch):
+    """Of ngu_r2d2.py, whose Adam is another paper's, the epsilon is a flag."""
     made = watch(monkeypatch, torch.optim, "Adam")
-    script.train(small_args(script))
-    ((_, optimizer),) = made
-    assert optimizer.defaults["eps"] == 1e-5 and optimizer.defaults["betas"] == (0.9, 0.999)
+    script.train(aligned_args(script, monkeypatch, total_timesteps=32))
+    assert len(made) == (2 if script is ngu_r2d2 else 1)
+    for _, optimizer in made:
+        assert optimizer.defaults["eps"] == (1e-7 if script is ngu_r2d2 else 1e-5)
+        assert {group["eps"] for group in optimizer.param_groups} == {optimizer.defaults["eps"]}
+        assert optimizer.defaults["betas"] == (0.9, 0.999)
 
 
-def test_detail_4_learning_rate_annealing(vector_script):
-    run = vector_script.train(small_args(vector_script, total_timesteps=640))
-    rates = [value for _, value in scalars(run, "charts/learning_rate")]
-    np.testing.assert_allclose(rates, [2.5e-4 * (1 - k / 10) for k in range(10)], rtol=1e-5)
-    run = vector_script.train(small_args(vector_script, total_timesteps=640, anneal_lr=False))
-    np.testing.assert_allclose(
-        [value for _, value in scalars(run, "charts/learning_rate")], 2.5e-4, rtol=1e-5
-    )
+@every(*SCRIPTS.values(), ppo_async, impala_vtrace)
+def test_detail_4_learning_rate_annealing(script, monkeypatch):
+    for anneal in (True, False):
+        args = aligned_args(script, monkeypatch, anneal_lr=anneal)
+        rates = [value for _, value in scalars(script.train(args), "charts/learning_rate")]
+        expected = [args.learning_rate * (1 - anneal * k / 8) for k in range(8)]
+        np.testing.assert_allclose(rates, expected, rtol=1e-5)
 
 
+@every(*SCRIPTS.values(), ppo_async)
 def test_detail_5_generalized_advantage_estimation(script):
     rewards, values = torch.ones(3, 1), torch.tensor([[0.5], [0.6], [0.7]])
     # the second step ends an episode: worked by hand in the facts on the details
@@ -154,18 +193,31 @@ def test_detail_5_generalized_advantage_estimation(script):
         torch.testing.assert_close(advantages[t], total)
 
 
-def test_detail_5_value_targets_are_advantages_plus_values(script, monkeypatch):
-    losses = watch(monkeypatch, script, "ppo_loss")
-    script.train(small_args(script, update_epochs=1, num_minibatches=1))
-    for (_, batch, *_), _ in losses:
+def test_detail_5_gae_is_of_what_the_rollout_saw(script, monkeypatch):
+    """From rewards, values and ends of its steps and the value of the observation after the last.
+
+    Value targets are advantages, not yet normalized, plus values; they reach the update as they are.
+    """
+    gaes, losses = (watch(monkeypatch, script, name) for name in ("compute_gae", "ppo_loss"))
+    made = watch(monkeypatch, script, "make_env")
+    script.train(args := task_args(script, update_epochs=1, num_minibatches=1, gamma=0.9, gae_lambda=0.8))
+    assert len(gaes) == len(losses) == args.num_iterations > 0 and len(made) == 1
+    for ((rewards, values, dones, next_value, *discounts), advantages), ((_, batch, *_), _) in zip(
+        gaes, losses, strict=True
+    ):
+        assert discounts == [0.9, 0.8] and rewards.shape == values.shape == dones.shape
+        assert next_value.shape == rewards.shape[1:]
+        assert sorted(batch["values"].flatten().tolist()) == sorted(values.flatten().tolist())
+        assert sorted(batch["advantages"].flatten().tolist()) == sorted(advantages.flatten().tolist())
         torch.testing.assert_close(batch["returns"], batch["advantages"] + batch["values"])
 
 
-def test_detail_6_every_step_once_an_epoch_in_a_new_order(vector_script, monkeypatch):
-    losses = watch(monkeypatch, vector_script, "ppo_loss")
+@every(*FLAT)
+def test_detail_6_every_step_once_an_epoch_in_a_new_order(script, monkeypatch):
+    losses = watch(monkeypatch, script, "ppo_loss")
     flags = dict(num_envs=2, num_minibatches=4, update_epochs=3, total_timesteps=32)
-    vector_script.train(small_args(vector_script, **flags))
-    minibatches = [args[1]["logprobs"].tolist() for args, _ in losses]  # as good as unique
+    script.train(task_args(script, **flags))
+    minibatches = [args[1]["advantages"].tolist() for args, _ in losses]  # as good as unique
     epochs = [sum(minibatches[i : i + 4], []) for i in (0, 4, 8)]
     assert {len(m) for m in minibatches} == {8}
     assert Counter(epochs[0]) == Counter(epochs[1]) == Counter(epochs[2])
@@ -177,9 +229,11 @@ def test_detail_7_advantages_normalized_in_each_minibatch(script, monkeypatch):
     agent = agent_of(script)
     batch = batch_of(script, agent, 4)
     args = script.Args(device="cpu")
-    raw = batch | dict(advantages=torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    normalized = batch | dict(advantages=torch.tensor([-1.1619, -0.3873, 0.3873, 1.1619]))
-    raw["logprobs"] = normalized["logprobs"] = batch["logprobs"] + torch.tensor([0.05, -0.05, 0.02, -0.02])
+    shape = batch["logprobs"].shape
+    raw = batch | dict(advantages=torch.tensor([1.0, 2.0, 3.0, 4.0]).view(shape))
+    normalized = batch | dict(advantages=torch.tensor([-1.1619, -0.3873, 0.3873, 1.1619]).view(shape))
+    ratios = torch.tensor([0.05, -0.05, 0.02, -0.02]).view(shape)
+    raw["logprobs"] = normalized["logprobs"] = batch["logprobs"] + ratios
     loss = script.ppo_loss(agent, raw, 0.2, args)[1]["policy_loss"]
     args.norm_adv = False
     expected = script.ppo_loss(agent, normalized, 0.2, args)[1]["policy_loss"]
@@ -192,21 +246,28 @@ class OneLogit(nn.Module):
 
     def __init__(self, script, logit=0.0, value=0.0):
         super().__init__()
-        self.script = script
+        self.is_recurrent = script is ppo_lstm
         self.logit, self.value = nn.Parameter(torch.tensor(logit)), nn.Parameter(torch.tensor(value))
 
-    def forward(self, obs):
+    def forward(self, obs, *_):
         logits = torch.stack((torch.zeros(()), self.logit)).expand(len(obs), 2)
-        return self.script.Categorical(logits), self.value.expand(len(obs))
+        state = (None,) if self.is_recurrent else ()
+        return ppo.Categorical(logits), self.value.expand(len(obs)), *state
 
 
-def loss_of(script, agent, clip=0.2, **batch):
-    one = dict(
+def steps(**batch):
+    """A minibatch with what only some agents take, too."""
+    return dict(state=None, starts=None, masks=None) | batch
+
+
+def loss_of(script, agent, clip=0.2, clip_vloss=True, **batch):
+    one = steps(
         obs=torch.zeros(1, 1), actions=torch.ones(1, dtype=torch.int64), logprobs=torch.tensor([-math.log(2)])
     )
     one |= dict(values=torch.zeros(1), advantages=torch.zeros(1), returns=torch.zeros(1))
     one |= {name: torch.tensor([value]) for name, value in batch.items()}
-    return script.ppo_loss(agent, one, clip, script.Args(norm_adv=False, ent_coef=0.0, device="cpu"))
+    args = script.Args(norm_adv=False, ent_coef=0.0, clip_vloss=clip_vloss, device="cpu")
+    return script.ppo_loss(agent, one, clip, args)
 
 
 @pytest.mark.parametrize(
@@ -230,12 +291,16 @@ def test_detail_9_value_loss_clipping(script):
     assert info["value_loss"].item() == pytest.approx(1.62)
     loss.backward()
     assert agent.value.grad == 0
+    loss, info = loss_of(script, agent, returns=2.0, clip_vloss=False)
+    assert info["value_loss"].item() == pytest.approx(0.5)
+    loss.backward()
+    assert agent.value.grad == -0.5
 
 
 def test_detail_10_overall_loss(script):
     agent = OneLogit(script, logit=0.3, value=1.0)
-    args = script.Args(norm_adv=False, device="cpu")
-    batch = dict(obs=torch.zeros(2, 1), actions=torch.tensor([0, 1]), logprobs=torch.tensor([-0.7, -0.6]))
+    args = script.Args(norm_adv=False, ent_coef=0.01, device="cpu")
+    batch = steps(obs=torch.zeros(2, 1), actions=torch.tensor([0, 1]), logprobs=torch.tensor([-0.7, -0.6]))
     batch |= dict(
         values=torch.ones(2), advantages=torch.tensor([1.0, -2.0]), returns=torch.tensor([0.9, 1.2])
     )
@@ -249,25 +314,30 @@ def test_detail_10_overall_loss(script):
     assert loss.item() == pytest.approx(expected)
 
 
-def test_detail_11_global_gradient_norm(vector_script, monkeypatch):
-    """With rewards of a million, the gradient that reaches Adam has norm 0.5, over both networks together."""
+@every(*SCRIPTS.values(), ppo_async, ngu_r2d2)
+def test_detail_11_global_gradient_norm(script, monkeypatch):
+    """The gradient that reaches Adam, over all networks together, has at most the norm of the flag."""
     norms, step = [], torch.optim.Adam.step
 
     def spy(self, *args, **kwargs):
-        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         norms.append(torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads])).item())
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(torch.optim.Adam, "step", spy)
-    vector_script.train(
-        small_args(vector_script, env_id="HugeReward-v0", total_timesteps=128, clip_vloss=False)
-    )
-    assert max(norms) <= 0.5 + 1e-5 and max(norms) > 0.49
+    for limit in (1e-4, 1e9):
+        script.train(aligned_args(script, monkeypatch, total_timesteps=64, max_grad_norm=limit))
+        assert len(norms) >= 2
+        if limit < 1:
+            np.testing.assert_allclose(norms, limit, rtol=0.02)
+        else:
+            assert max(norms) > 1e-2
+        norms.clear()
 
 
 def test_detail_12_debug_variables(script):
     agent = OneLogit(script)
-    batch = dict(
+    batch = steps(
         obs=torch.zeros(2, 1), actions=torch.tensor([0, 1]), values=torch.zeros(2), returns=torch.zeros(2)
     )
     batch |= dict(advantages=torch.zeros(2), logprobs=torch.tensor([-0.1, 0.1]) - math.log(2))
@@ -279,16 +349,16 @@ def test_detail_12_debug_variables(script):
     both = script.diagnostics([torch.tensor([0.3, 0.3]), torch.tensor([-0.1, 0.1])], 0.1)
     torch.testing.assert_close(both["approx_kl"], torch.tensor(0.0050042))
     assert both["clipfrac"] == 0.75
-    run = script.train(small_args(script))
+    run = script.train(task_args(script))
     logged = "policy_loss value_loss entropy old_approx_kl approx_kl clipfrac explained_variance".split()
     for name in logged:
         assert scalars(run, f"losses/{name}"), name
 
 
-def test_detail_12_explained_variance_without_variance_is_not_logged(vector_script, monkeypatch):
+def test_detail_12_explained_variance_without_variance_is_not_logged(script, monkeypatch):
     zeros = lambda rewards, values, *rest: -values  # noqa: E731  all returns are 0
-    monkeypatch.setattr(vector_script, "compute_gae", zeros)
-    run = vector_script.train(small_args(vector_script))
+    monkeypatch.setattr(script, "compute_gae", zeros)
+    run = script.train(aligned_args(script, monkeypatch, total_timesteps=32))
     assert scalars(run, "losses/value_loss") and not scalars(run, "losses/explained_variance")
 
 
@@ -452,46 +522,107 @@ def test_detail_22_pixels_are_scaled_to_one_and_stored_as_bytes(monkeypatch):
     assert losses[0][0][1]["obs"].dtype == torch.uint8
 
 
-def test_auxiliary_detail_1_clip_range_annealing(vector_script, monkeypatch):
-    losses = watch(monkeypatch, vector_script, "ppo_loss")
-    flags = dict(total_timesteps=256, num_minibatches=1, update_epochs=1)
-    vector_script.train(small_args(vector_script, anneal_clip=True, **flags))
-    np.testing.assert_allclose([args[2] for args, _ in losses], [0.2, 0.15, 0.1, 0.05])
-    losses.clear()
-    vector_script.train(small_args(vector_script, **flags))
-    assert [args[2] for args, _ in losses] == [0.2] * 4
+@every(*SCRIPTS.values(), ppo_async)
+def test_auxiliary_detail_1_clip_range_annealing(script, monkeypatch):
+    losses = watch(monkeypatch, script, "ppo_loss")
+    once = dict(sample_reuse=1.0) if script is ppo_async else dict(update_epochs=1)
+    for anneal in (True, False):
+        flags = dict(num_minibatches=1, clip_coef=0.2, anneal_clip=anneal, total_timesteps=128)
+        script.train(aligned_args(script, monkeypatch, **flags, **once))
+        np.testing.assert_allclose(
+            [args[2] for args, _ in losses], [0.2 * (1 - anneal * k / 4) for k in range(4)]
+        )
+        losses.clear()
 
 
-def test_auxiliary_detail_3_early_stopping(vector_script, monkeypatch):
-    losses = watch(monkeypatch, vector_script, "ppo_loss")
-    flags = dict(total_timesteps=64, num_minibatches=2, update_epochs=5)
-    vector_script.train(small_args(vector_script, target_kl=0.0, **flags))
-    assert len(losses) == 2  # one epoch
-    losses.clear()
-    vector_script.train(small_args(vector_script, **flags))
-    assert len(losses) == 10
+@every(*SCRIPTS.values(), ppo_async)
+def test_auxiliary_detail_3_early_stopping(script, monkeypatch):
+    losses = watch(monkeypatch, script, "ppo_loss")
+    passes = dict(sample_reuse=5.0) if script is ppo_async else dict(update_epochs=5)
+    for limit, expected in ((0.0, 2), (1e9, 10), (None, 10)):  # one epoch, or all of them
+        flags = dict(num_minibatches=2, target_kl=limit, total_timesteps=32)
+        script.train(aligned_args(script, monkeypatch, **flags, **passes))
+        assert len(losses) == expected
+        losses.clear()
 
 
-def test_bootstrap_truncated(vector_script, monkeypatch):
-    """A time limit after 4 steps: the value of the last, not the next observation; none if terminated."""
-    gaes = watch(monkeypatch, vector_script, "compute_gae")
+class Counting(ppo_lstm.Agent):
+    """Values an observation at its first number, plus 1,000 times the steps since the episode's start."""
 
-    def forward(self, obs):
-        return vector_script.Categorical(torch.zeros(*obs.shape[:-1], 2)), obs[..., 0].float()
+    def forward(self, obs, state, starts):
+        values = []
+        for x, is_start in zip(obs, starts, strict=True):
+            state = state * ~is_start[:, None] + 1
+            values.append(x[:, 0].float() + 1000 * state[0, 0, :, 0])
+        return ppo_lstm.Categorical(torch.zeros(*obs.shape[:2], 2)), torch.stack(values), state
 
-    monkeypatch.setattr(vector_script.Agent, "forward", forward)
-    monkeypatch.setattr(vector_script, "ppo_loss", lambda agent, batch, *rest: fake_loss(agent))
-    for env_id, bootstrap, last_reward in (
-        ("Cut-v0", True, 1 + 0.99 * 100),
-        ("Cut-v0", False, 1),
-        ("Count-v0", True, 1),
+
+def valued_by_first_number(script, monkeypatch):
+    """Agents whose value is the first number of an observation; normalization does nothing but clip at 10."""
+    if script is ppo_lstm:
+        return monkeypatch.setattr(script, "Agent", Counting)
+    original = script.Agent.forward
+
+    def forward(self, obs, *masks):
+        return original(self, obs, *masks)[0], obs.flatten(1)[:, 0].float().view(obs.shape[:-1])
+
+    def of_games(self, obs):
+        return original(self, obs)[0], obs[:, 0, 0, 0].float()
+
+    def of_steps(self, obs):  # (N, obs_dim) or (T, N, obs_dim)
+        return original(self, obs)[0], obs[..., 0].float()
+
+    forwards = {ppo_atari: of_games, ppo_multidiscrete: forward}
+    monkeypatch.setattr(script.Agent, "forward", forwards.get(script, of_steps))
+    if script in (ppo_continuous, ppo_multidiscrete):
+        monkeypatch.setattr(script.RunningNorm, "update", lambda self, x: None)
+
+
+def test_bootstrap_truncated(script, monkeypatch):
+    """A time limit after 4 steps: the value of the last, not the next observation; none if terminated.
+
+    And rewards, values and ends of a rollout of 14 steps are in their place, as is the value after them.
+    """
+    gaes = watch(monkeypatch, script, "compute_gae")
+    valued_by_first_number(script, monkeypatch)
+    monkeypatch.setattr(script, "ppo_loss", lambda agent, batch, *rest: fake_loss(agent))
+    box = "Box" if script in (ppo_continuous, ppo_multidiscrete) else ""
+    last_value = 10 if box else 100  # normalized observations are clipped
+    last_value += 5000 if script is ppo_lstm else 0  # the LSTM has seen 4 steps of the episode, and this
+    value_of = lambda t: t + 1000 * (t + 1) * (script is ppo_lstm)  # noqa: E731  in step t of an episode
+    for is_cut, bootstrap, last_reward in (
+        (True, True, 1 + 0.9 * last_value),
+        (True, False, 1),
+        (False, True, 1),
     ):
         gaes.clear()
-        vector_script.train(small_args(vector_script, env_id=env_id, bootstrap_truncated=bootstrap))
-        (rewards, _, dones, *_), _ = gaes[0]
-        assert dones.any()
-        np.testing.assert_allclose(rewards[dones > 0], last_reward)
-        np.testing.assert_allclose(rewards[dones == 0], 1)
+        length = 4 if is_cut or script is ppo_atari else 5
+        if script is ppo_atari:
+            games = CutGames if is_cut else EndGames
+            monkeypatch.setattr(script, "make_env", lambda args, num_envs, games=games: games(num_envs))
+        flags = dict(env_id=f"{'Cut' if is_cut else 'Count'}{box}-v0", num_steps=14, total_timesteps=112)
+        script.train(small_args(script, **flags, bootstrap_truncated=bootstrap, gamma=0.9))
+        assert len(gaes) == (4 if script is ppo_atari else 2)
+        for k, ((rewards, values, dones, next_value, *_), _) in enumerate(gaes):
+            t = torch.arange(14 * k, 14 * (k + 2)).remainder(length).float()
+            t, then = t[:14, None].expand_as(values), t[14].expand_as(next_value)
+            assert torch.equal(dones > 0, t == length - 1)
+            np.testing.assert_allclose(rewards[dones > 0], last_reward, rtol=1e-5)
+            np.testing.assert_allclose(rewards[dones == 0], 1, rtol=1e-5)
+            if script is not ppo_atari or is_cut:
+                torch.testing.assert_close(values, value_of(t), rtol=1e-5, atol=1e-5)
+                if k == 0:  # it does not count where an episode ends with a rollout, as with the second
+                    torch.testing.assert_close(next_value, value_of(then), rtol=1e-5, atol=1e-5)
+
+
+class EndGames(AlignedGames):
+    """All episodes end after 4 steps, with a reward of 1 at every step."""
+
+    length = 4
+
+    def step(self, actions):
+        obs, rewards, *rest = super().step(actions)
+        return obs, np.ones_like(rewards), *rest
 
 
 def fake_loss(agent):
@@ -529,6 +660,6 @@ def test_acting_in_numpy_follows_other_layers():
 def test_ratio_is_one_before_the_first_step(script, monkeypatch):
     """Every stored log-probability is recomputed by the update: fails if any of them is misplaced."""
     logged = watch(monkeypatch, script, "diagnostics")
-    script.train(small_args(script, num_envs=4, num_minibatches=1, update_epochs=1, total_timesteps=256))
+    script.train(task_args(script, num_minibatches=1, update_epochs=1, total_timesteps=256))
     (logratios, _), info = logged[0]
-    assert logratios[0].abs().max() < 1e-6 and info["clipfrac"] == 0
+    assert logratios[0].abs().max() < 1e-5 and info["clipfrac"] == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import scalars
+from conftest import SCRIPTS, scalars
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = os.environ | dict(
@@ -20,26 +20,33 @@ ENVIRONMENT = os.environ | dict(
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def run(*command):
-    subprocess.run(command, env=ENVIRONMENT, check=True, timeout=200, capture_output=True)
+def run(*command, **more):
+    subprocess.run(command, env=ENVIRONMENT, check=True, timeout=200, capture_output=True, **more)
 
 
-@pytest.mark.parametrize("name", ["ppo", "ppo_continuous", "ppo_atari"])
-def test_auxiliary_detail_2_two_processes_do_what_one_does(name, tmp_path):
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """A folder of what one process did with each script, and one of what two did."""
+    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    run(sys.executable, ROOT / "tests/one_of_many.py", one, *SCRIPTS, cwd=one)
+    run(*TORCHRUN, ROOT / "tests/one_of_many.py", two, *SCRIPTS, cwd=two)
+    return one, two
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_auxiliary_detail_2_two_processes_do_what_one_does(name, ranks):
     """Five updates of the whole batch: the same parameters to 1e-6, bitwise equal on both ranks."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir()
-    two.mkdir()
-    run(sys.executable, ROOT / "tests/one_of_many.py", name, one)
-    run(*TORCHRUN, ROOT / "tests/one_of_many.py", name, two)
-    alone, first, second = (torch.load(path) for path in (one / "0.pt", two / "0.pt", two / "1.pt"))
+    one, two = ranks
+    paths = one / f"{name}-0.pt", two / f"{name}-0.pt", two / f"{name}-1.pt"
+    alone, first, second = map(torch.load, paths)
     assert len(first["sums"]) == 5 and first["sums"] == second["sums"] and len(set(first["sums"])) == 5
     for a, b in zip(alone["parameters"], first["parameters"], strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
     torch.testing.assert_close(alone["gradients"], first["gradients"], atol=1e-4, rtol=1e-3)
     assert alone["gradients"].abs().max() > 1e-2
     assert first["seeds"] == [1] and second["seeds"] == [3]  # two environments each
-    if name == "ppo_continuous":
+    assert ("statistics" in alone) == (name in ("ppo_continuous", "ppo_multidiscrete"))
+    if "statistics" in alone:
         torch.testing.assert_close(alone["statistics"], first["statistics"], rtol=1e-5, atol=0)
         assert torch.equal(first["statistics"], second["statistics"])
 
