@@ -2,6 +2,8 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as cores run tests, each with one thread
 
+import time
+
 import gymnasium as gym
 import numpy as np
 import probes  # noqa: F401  registers them
@@ -147,3 +149,10 @@ def random_batch(agent, size, obs_shape=(4,), dtype=torch.float32, **more):
         actions = dist.sample()
         batch = dict(obs=obs, actions=actions, logprobs=dist.log_prob(actions), values=value, **more)
     return batch | dict(advantages=torch.randn_like(value), returns=torch.randn_like(value))
+
+
+def wait_for(is_so):
+    deadline = time.time() + 300
+    while not is_so():
+        assert time.time() < deadline
+        time.sleep(0.02)

@@ -557,7 +557,7 @@ def test_mistakes(flags, words):
         [sys.executable, ROOT / "impala_vtrace.py", *flags.split()],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 2 and re.search(words, done.stderr) and "Traceback" not in done.stderr
     assert not os.listdir()

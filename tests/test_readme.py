@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 from conftest import OTHERS, SCRIPTS
 
-pytestmark = pytest.mark.xdist_group("readme")  # one after the other, in one process
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 COMMANDS = [re.sub(r"\s+#.*", "", line) for block in BLOCKS for line in block.splitlines()]
@@ -32,11 +31,11 @@ SHORTER = [  # of tools; scripts make two iterations, or two more where one goes
 ]
 
 
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("clone")
+@pytest.fixture
+def clone(tmp_path):
+    folder = tmp_path / "clone"
     ignored = shutil.ignore_patterns(".*", "runs", "unfinished", "__pycache__", "mine")
-    shutil.copytree(ROOT, folder, ignore=ignored, dirs_exist_ok=True)
+    shutil.copytree(ROOT, folder, ignore=ignored)
     return folder
 
 
@@ -68,12 +67,12 @@ def typed(command, clone, **environment):
     environment = dict(os.environ, OMP_NUM_THREADS="1", **environment)
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     return subprocess.run(
-        ["bash", "-c", command], cwd=clone, env=environment, capture_output=True, text=True, timeout=240
+        ["bash", "-c", command], cwd=clone, env=environment, capture_output=True, text=True, timeout=900
     )
 
 
-@pytest.mark.parametrize("command", [line for line in COMMANDS if not line.startswith("tensorboard")])
-def test_command(command, clone):
+def check(command, clone):
+    """Type a command; what it leaves in the clone is there."""
     if "tune.py" in command and not importlib.util.find_spec("ray"):
         done = typed(command, clone)
         assert done.returncode == 2 and "pip install ray" in done.stderr, done.stderr
@@ -99,15 +98,15 @@ def test_command(command, clone):
         assert (clone / done.stdout.splitlines()[0] / "checkpoint.pt").exists()
 
 
-def test_tensorboard(clone):
-    (command,) = (line for line in COMMANDS if line.startswith("tensorboard"))
+def check_tensorboard(command, clone):
+    """Its page lists the runs of the clone."""
     program = str(Path(sys.executable).with_name("tensorboard"))
     board = subprocess.Popen(
         [program, *command.split()[1:], "--port", "0"], cwd=clone, stderr=subprocess.PIPE, text=True
     )
     try:
         url = next(match[0] for line in board.stderr if (match := re.search(r"http://localhost:\d+/", line)))
-        deadline, found = time.time() + 60, {}
+        deadline, found = time.time() + 300, {}
         while not found:
             with urllib.request.urlopen(f"{url}data/plugin/scalars/tags") as page:
                 found = {run: tags for run, tags in json.load(page).items() if "Acrobot" in run}
@@ -116,4 +115,15 @@ def test_tensorboard(clone):
         assert any("charts/SPS" in tags for tags in found.values())
     finally:
         board.send_signal(signal.SIGTERM)
-        board.wait(timeout=20)
+        board.wait(timeout=600)
+
+
+@pytest.mark.timeout(1800)
+def test_commands(clone):
+    """One test, as a command goes on with what those before it left."""
+    for command in COMMANDS:
+        if command.startswith("tensorboard"):
+            check_tensorboard(command, clone)
+        else:
+            print(command)  # shown if it fails
+            check(command, clone)

@@ -271,7 +271,7 @@ def save(**environment):
     clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
     clean |= dict(HOME=os.getcwd(), NETRC="none", TERM="xterm") | environment
     command = [sys.executable, SCRIPT, "--wandb", "--project", "ppo"]
-    done = subprocess.run(command, env=clean, stdin=stdin, stdout=stdin, stderr=stdin, timeout=100)
+    done = subprocess.run(command, env=clean, stdin=stdin, stdout=stdin, stderr=stdin, timeout=600)
     return done.returncode, os.read(terminal, 10_000).decode().replace("\r\n", "\n")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import scalars, small_args
+from conftest import scalars, small_args, wait_for
 from test_contract import assert_one_line_error, assert_same
 
 import ppo
@@ -77,13 +77,6 @@ def start(*flags):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def wait_for(is_so):
-    deadline = time.time() + 60
-    while not is_so():
-        assert time.time() < deadline
-        time.sleep(0.02)
-
-
 def evaluations(run):
     """[(step, mean), ...] of eval.csv, which must be TensorBoard's, too."""
     head, *rows = [line.split(",") for line in (run / "eval.csv").read_text().splitlines()]
@@ -103,7 +96,7 @@ def test_only_the_newest_checkpoint_until_the_training_has_finished(run):
     for iteration, score in ((2, 9.0), (3, 8.0), (4, 3.0)):
         save(run, iteration, score)
     Path("hold").unlink()
-    out, err = watcher.communicate(timeout=60)
+    out, err = watcher.communicate(timeout=600)
     assert (watcher.returncode, err) == (0, "")
     assert out.splitlines()[-1] == "best return 5.00 at step 10: runs/NAME/best.pt"
     assert evaluations(run) == [(10, 5.0), (40, 3.0)]
@@ -189,7 +182,7 @@ def test_a_training_is_the_same_with_a_watcher_that_is_killed(monkeypatch):
             wait_for(lambda: list(run.glob("eval/*/checkpoint.pt")))
         if step == 4096:
             watchers[0].kill()
-            assert watchers[0].communicate(timeout=60) == ("", "")
+            assert watchers[0].communicate(timeout=600) == ("", "")
 
     monkeypatch.setattr(ppo.Logger, "log", log_and_watch)
     run = ppo.train(small_args(ppo, **args))
@@ -212,7 +205,7 @@ def test_signals_end_it_at_once(run):
     wait_for(lambda: len(list(Path("runs").glob("*/eval/10/started"))) == 2)
     for watcher, signum in zip(watchers, (signal.SIGINT, signal.SIGTERM), strict=True):
         watcher.send_signal(signum)
-        assert watcher.communicate(timeout=60) == ("", "") and watcher.returncode == 128 + signum
+        assert watcher.communicate(timeout=600) == ("", "") and watcher.returncode == 128 + signum
     assert sorted(os.listdir(run)) == ["checkpoint.pt", "eval"]
 
 
