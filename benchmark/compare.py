@@ -1,7 +1,7 @@
 """Our results beside the published ones: a verdict a row, a table, curves, one HTML page.
 
     python benchmark/compare.py                    # all suites
-    python benchmark/compare.py classic --readme   # and rewrite the README's table
+    python benchmark/compare.py classic --write    # and rewrite this suite's table in RESULTS.md
     python benchmark/compare.py ngu --reach 0.5    # and say when each seed first was so good
 
 A row is judged by its first target, at the last step that all our seeds reached, by the mean of each seed's
@@ -15,7 +15,6 @@ import base64
 import csv
 import html
 import io
-import re
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -29,8 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmark.suites import SUITES, Row, Target  # noqa: E402
 
-APART = ("ablation", "staleness", "bonus")  # suites of many rows; the README has them in other tables
-MARKS = "<!-- results: benchmark/compare.py --readme -->", "<!-- end of results -->"
+PAGE = ROOT / "benchmark/RESULTS.md"
 
 
 @dataclass
@@ -38,7 +36,7 @@ class Args:
     suites: tyro.conf.Positional[tuple[str, ...]] = tuple(SUITES)  # which suites
     results: Path = ROOT / "benchmark/results"  # CSVs to read, and where pictures and pages go
     flags: str = ""  # results of runs with these flags of run.py
-    readme: bool = False  # rewrite the table in README.md
+    write: bool = False  # rewrite the tables of these suites in RESULTS.md
     reach: float | None = None  # say at which steps the mean of 20 episodes first was so high
 
 
@@ -304,14 +302,13 @@ def main():
         is_short |= any(line[-2].startswith("short") for line in lines)
         sections.append((suite, lines, png))
     (args.results / "index.html").write_text(page(sections))
-    if args.readme:
-        head = sections[0][1][0]
-        run = [line for suite, lines, _ in sections for line in lines[1:] if suite not in APART]
-        run = [line for line in run if line[-2] != "not run"]
-        text = f"{MARKS[0]}\n{markdown([head, *run])}\n{MARKS[1]}"
-        readme = (ROOT / "README.md").read_text()
-        pattern = re.escape(MARKS[0]) + ".*" + re.escape(MARKS[1])
-        (ROOT / "README.md").write_text(re.sub(pattern, lambda _: text, readme, flags=re.DOTALL))
+    if args.write:
+        text = PAGE.read_text()
+        for suite, lines, _ in sections:
+            begin, end = f"<!-- {suite} -->", f"<!-- end of {suite} -->"
+            before, _, rest = text.partition(begin)
+            text = f"{before}{begin}\n{markdown(lines)}\n{end}{rest.partition(end)[2]}"
+        PAGE.write_text(text)
     sys.exit(int(is_short))
 
 

@@ -158,13 +158,25 @@ def test_the_planted_regression_is_called_short():
     assert "data:image/png;base64" in page and "http" not in page
 
 
-def test_the_table_of_the_readme_is_that_of_the_results():
-    readme = (ROOT / "README.md").read_text()
-    args = compare.Args()
-    suites = [rows for name, rows in SUITES.items() if name not in compare.APART]
-    sections = [compare.table([(row, compare.load(row, args)) for row in rows]) for rows in suites]
-    run = [line for lines in sections for line in lines[1:] if line[-2] != "not run"]
-    assert compare.markdown([sections[0][0], *run]) in readme
+def test_tables_of_the_results_page_are_those_of_the_csvs():
+    page = (ROOT / "benchmark/RESULTS.md").read_text()
+    shown = re.findall(r"<!-- (\w+) -->\n(.*?)\n<!-- end of \1 -->", page, re.DOTALL)
+    assert {suite for suite, _ in shown} == SUITES.keys() - {"staleness"}  # which has a table of its own
+    for suite, table in shown:
+        rows = [(row, compare.load(row, compare.Args())) for row in SUITES[suite]]
+        assert table == compare.markdown(compare.table(rows)), suite
+
+
+def test_writing_one_table_leaves_the_others(monkeypatch):
+    monkeypatch.setattr(compare, "PAGE", Path("RESULTS.md"))
+    page = "a\n<!-- classic -->\nold\n<!-- end of classic -->\nb\n<!-- own -->\nkept\n<!-- end of own -->\n"
+    compare.PAGE.write_text(page)
+    monkeypatch.setattr(sys, "argv", ["compare.py", "classic", "--write", "--results", "."])
+    with pytest.raises(SystemExit):
+        compare.main()
+    text = compare.PAGE.read_text()
+    assert "| ppo | CartPole-v1 |" in text and "old" not in text
+    assert text.startswith("a\n<!-- classic -->\n| script |") and text.endswith(page[page.index("\nb") :])
 
 
 def test_unknown_suite():
@@ -177,68 +189,90 @@ def test_unknown_suite():
         )
 
 
-def test_staleness_table_of_the_readme():
-    """The README's numbers are those of the CSVs."""
-    for path in RESULTS.glob("CartPole-v1__ppo_async__[dr]e*.csv"):
+def test_staleness_table_of_the_page():
+    """The table of docs/async.md is the one that staleness.py prints."""
+    for path in RESULTS.glob("CartPole-v1__ppo_async__*_*.csv"):
         shutil.copy(path, ".")
     tool = [sys.executable, ROOT / "benchmark/staleness.py", "--results", "."]
-    rows = subprocess.run(tool, check=True, capture_output=True, text=True).stdout.splitlines()[2:]
-    cells = [[cell.split(" ±")[0].strip() for cell in row.split("|")[1:-1]] for row in rows]
-    readme = (ROOT / "README.md").read_text()
-    delay, reuse = ([c for c in cells if c[0] == kind] for kind in ("staleness", "reuse"))
-    assert "{}, {}, {}, {} and {}".format(*(c[3] for c in delay)) in readme
-    assert "{}, {}, {}, {} and {}".format(*(c[4] for c in reuse)) in readme
-    assert "{}, {}, {}, {}, {}".format(*(c[3] for c in reuse)) in readme
+    table = subprocess.run(tool, check=True, capture_output=True, text=True).stdout.strip()
+    assert len(table.splitlines()) == 2 + 15 and table in (ROOT / "docs/async.md").read_text()
     assert Path("staleness_and_reuse.png").stat().st_size > 10_000
 
 
-def test_ablation_of_the_readme():
-    """V-trace ahead on the cliff, and the numbers are those of the CSVs."""
+def test_ablation_of_the_page():
+    """V-trace ahead on the cliff, and the numbers of docs/impala.md are those of the CSVs."""
     ends = {}
     for row in SUITES["ablation"]:
         returns = compare.load(row, compare.Args()).at(row.steps)
         ends.setdefault(row.env_id.split(":")[-1], {})[row.variant] = returns
         assert len(returns) == 3
-    readme = (ROOT / "README.md").read_text().replace("−", "-")
+    page = (ROOT / "docs/impala.md").read_text().replace("−", "-")
     cliff, cart = ends["CliffWalk-v0"], ends["CartPole-v1"]
-    for returns in cliff.values():
-        assert ", ".join(f"{x:.1f}" for x in returns) in readme
-    assert "; ".join(", ".join(f"{x:.0f}" for x in returns) for returns in cart.values()) in readme
+    for kind in cliff:
+        numbers = [", ".join(f"{x:.{digits}f}" for x in x[kind]) for x, digits in ((cliff, 1), (cart, 0))]
+        assert f"| `{kind}` | {numbers[0]} | {numbers[1]} |" in page
     vtrace = cliff.pop("vtrace")
     assert all(vtrace.min() > returns.max() + 10 for returns in cliff.values())
 
 
+def newest_speeds():
+    """The newest row of speed.csv by script and flags."""
+    with open(RESULTS / "speed.csv") as file:
+        return {(row["script"], row["flags"]): row for row in csv.DictReader(file)}
+
+
+UNITS = {"s": 1, "min": 60, "h": 3600}
+
+
 def test_scripts_of_the_readme():
-    """Lines are those of the files, results those of the table below, speed and memory rows of speed.csv."""
-    readme = (ROOT / "README.md").read_text()
-    row = r"^\| `python (\w+)\.py` \| (\d+) \|.*\| (.*) \| (.*) \| (.*) \|$"
-    rows = re.findall(row, readme, re.MULTILINE)
+    """Lines are those of the files; a default run's duration is that of its steps at the measured speed."""
+    readme, newest = (ROOT / "README.md").read_text(), newest_speeds()
+    rows = re.findall(r"^\| `(\w+)\.py` \| (\d+) \|.*, ([\d.]+) (s|min|h) \|", readme, re.MULTILINE)
     assert {name for name, *_ in rows} == SCRIPTS.keys() | OTHERS.keys()
-    with open(RESULTS / "speed.csv") as file:
-        newest = {(row["script"], row["flags"]): row for row in csv.DictReader(file)}
-    speeds = ("steps_per_s", "sb3_steps_per_s", "plain_steps_per_s")
-    memories = ("peak_mb", "sb3_peak_mb", "plain_peak_mb")
-    for name, lines, result, *figures in rows:
-        assert int(lines) == len((ROOT / f"{name}.py").read_text().splitlines())
-        results = "".join(re.findall(rf"^\| {name} \|.*$", readme, re.MULTILINE))
-        assert all(number in results for number in re.findall(r"[−\d.]*\d\.\d+", result))
-        row = newest.get((f"{name}.py", ""))
-        found = (
-            [" / ".join(row[x] for x in kind if row[x]) for kind in (speeds, memories)] if row else ["—"] * 2
-        )
-        assert figures == found, name
+    for name, lines, number, unit in rows:
+        assert int(lines) == len((ROOT / f"{name}.py").read_text().splitlines()), name
+        if row := newest.get((f"{name}.py", "")):
+            seconds = (SCRIPTS | OTHERS)[name].Args().total_timesteps / float(row["steps_per_s"])
+            assert float(number) == pytest.approx(seconds / UNITS[unit], rel=0.05), name
 
 
-def test_speeds_of_the_readme_with_flags():
-    """Steps per second and times the plain loop, of the newest row with these flags."""
-    with open(RESULTS / "speed.csv") as file:
-        newest = {(row["script"], row["flags"]): row for row in csv.DictReader(file)}
-    prose = re.search(r"### Speed\n(.*?)\n#", (ROOT / "README.md").read_text() + "\n#", re.DOTALL)[1]
-    ppo, continuous = newest["ppo.py", "--compile"], newest["ppo_continuous.py", "--compile"]
-    assert f"`ppo.py` made {ppo['steps_per_s']} and `ppo_continuous.py` {continuous['steps_per_s']}" in prose
-    assert f"{float(ppo['ratio']):.1f} and {float(continuous['ratio']):.1f} times the plain loop" in prose
-    atari = newest["ppo_atari.py", "--amp"]
-    assert f"`ppo_atari.py --amp` {atari['steps_per_s']}, {float(atari['ratio']):.1f} times" in prose
+def test_results_of_the_readme():
+    """Each is a row of RESULTS.md, with the seeds, and the published number beside it."""
+    page = (ROOT / "benchmark/RESULTS.md").read_text()
+    readme = (ROOT / "README.md").read_text()
+    pattern = r"^\| `(\w+)` \| (\S+) \| (.*M) \| (\d+) \| (\S+) \| (?:(\S+) \((.*)\)|nothing) \|$"
+    rows = re.findall(pattern, readme, re.MULTILINE)
+    assert len(rows) >= 5
+    for script, task, steps, seeds, ours, theirs, source in rows:
+        (row,) = re.findall(rf"^\| {script} \| {task} \| {steps} \| .*$", page, re.MULTILINE)
+        cells = [cell.strip() for cell in row.split("|")]
+        assert len(cells[4].split(",")) == int(seeds) and cells[5].split(" ±")[0] == ours, row
+        assert not theirs or re.search(rf"{theirs} ± \S+ \({source}\)", cells[7]), row
+
+
+def test_speeds_of_the_readme():
+    newest, readme = newest_speeds(), (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| \S+ \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", readme, re.MULTILINE)
+    assert len(rows) == 3
+    for name, speed, *ratios in rows:
+        row = newest[f"{name}.py", ""]
+        assert speed == row["steps_per_s"]
+        assert ratios == [f"{float(row[x]):.1f}" for x in ("sb3_ratio", "ratio")], name
+
+
+def test_speeds_of_the_page():
+    """Every row is the newest one of speed.csv, and none of them is left out."""
+    newest, page = newest_speeds(), (ROOT / "benchmark/SPEED.md").read_text()
+    kinds = (
+        ("steps_per_s", "sb3_steps_per_s", "plain_steps_per_s"),
+        ("peak_mb", "sb3_peak_mb", "plain_peak_mb"),
+    )
+    rows = re.findall(r"^\| (\w+) \| (\S+) \| (\S*) ?\| (.*) \| (\S*) ?\| (.*) \|$", page, re.MULTILINE)
+    assert {(f"{name}.py", flags) for name, _, flags, *_ in rows} == newest.keys()
+    for name, task, flags, speeds, ratio, memory in rows:
+        row = newest[f"{name}.py", flags]
+        figures = [" / ".join(row[x] for x in kind if row[x]) for kind in kinds]
+        assert [task, ratio] == [row["env_id"], row["ratio"]] and [speeds, memory] == figures, name
 
 
 def test_the_disco_maze_is_the_papers():

@@ -4,6 +4,7 @@ unless the copy says why it is not:  # differs from ppo.py: <reason>  in its fir
 import ast
 import difflib
 import functools
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -319,3 +320,12 @@ def test_details_are_tagged():
     tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
     assert numbers("def test_detail", tests.replace("test_detail_", "test_detail ")) == set(range(1, 38))
     assert numbers("def test_auxiliary", tests.replace("auxiliary_detail_", "auxiliary ")) == {1, 2, 3, 4}
+
+
+def test_page_of_details_is_that_of_the_tags():
+    """docs/details.md names file and line of each."""
+    spec = importlib.util.spec_from_file_location("details", ROOT / "docs/details.py")
+    details = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(details)
+    assert (ROOT / "docs/details.md").read_text() == details.page(), "run python docs/details.py"
+    assert "| |" not in details.page()
