@@ -279,11 +279,11 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) ->
 @torch.no_grad()  # except in update()
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
     """Trains and returns the run folder. A signal number in stop ends the run after its iteration, saved."""
-    if WORLD_SIZE > 1:
-        torch.distributed.init_process_group()
-        atexit.register(torch.distributed.destroy_process_group)
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if WORLD_SIZE > 1:
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
+        atexit.register(torch.distributed.destroy_process_group)
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # the networks are small: a second thread only costs
     torch.set_flush_denormal(True)  # the moments of dead units fade into numbers that slow Adam down fivefold
