@@ -151,7 +151,7 @@ class Args:
             "--env-id needs at least one id": all(self.env_ids),
             "replay_fraction must be below 1: new unrolls keep the replay alive": self.replay_fraction < 1,
             f"num_envs must be a multiple of {groups}: two groups an actor and task": rest == 0,
-            f"a batch's {self.new_unrolls} new unrolls must be a multiple of {unit}, a group's size": is_whole,
+            f"a batch's {self.new_unrolls} new unrolls must be a multiple of {unit}, a group's": is_whole,
             "total_timesteps must be at least new unrolls of a batch * num_steps": self.num_iterations >= 1,
         }
         for rule, is_kept in rules.items():
@@ -644,6 +644,7 @@ class Actors:
     def start(self, agent: Agent, version: int, seed: int):
         """Begin new episodes, and act."""
         self.publish(agent, version)
+        self.before = self.totals()
         for k, actor in enumerate(self.members):
             actor.reset(agent, seed + 2 * k * self.args.group_size)
         for actor in self.members if not self.args.sync else ():
@@ -708,10 +709,24 @@ class Actors:
                 os._exit(1)
 
     def totals(self) -> dict[str, float]:
-        """Sums since the start, to take differences of: seconds, steps, lengths of the queue."""
+        """Sums since the start: seconds, seconds of waiting, environment steps, lengths of the queue."""
         waited = sum(actor.waited for actor in self.members) / len(self.members)
         steps = sum(actor.steps for actor in self.members) * WORLD_SIZE
-        return dict(time=time.monotonic(), learner=self.waited, actors=waited, steps=steps, fill=self.fill)
+        return dict(time=time.monotonic(), learner=self.waited, actor=waited, steps=steps, fill=self.fill)
+
+    def rates(self, iterations: int, trained: int) -> dict[str, float]:
+        """Rates since the last call, given the iterations since and the steps that they trained on."""
+        now = self.totals()
+        since = {name: now[name] - self.before[name] for name in now}
+        self.before, seconds = now, since["time"]
+        return {
+            "charts/learner_wait": since["learner"] / seconds,
+            "charts/actor_wait": min(1.0, since["actor"] / seconds),  # a wait counts when it ends
+            "charts/queue_fill": since["fill"] / (iterations * self.capacity),
+            "charts/collected_SPS": since["steps"] / seconds,
+            "charts/trained_SPS": trained / seconds,
+            "charts/sample_reuse": trained / (iterations * self.args.batch_size),
+        }
 
     def close(self):
         self.is_closing = True
@@ -803,7 +818,7 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
     parts = dict(agent=agent, optimizer=optimizer)  # a checkpoint holds the state of each
     saved, last_returns = 0, {env_id: [] for env_id in args.env_ids}
     if args.resume:
-        checkpoint = load_checkpoint(args.resume, parts)
+        checkpoint = load_checkpoint(args.resume, parts, ("iteration", "last_returns"))
         saved, last_returns = checkpoint["iteration"], checkpoint["last_returns"]
     first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
     if RANK == 0:
@@ -830,7 +845,7 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
     # a resumed run begins new episodes
     actors.start(agent, first_iteration, args.seed + first_step + RANK * args.num_envs // WORLD_SIZE)
     replay, num_replayed = None, (args.batch_unrolls - args.new_unrolls) // WORLD_SIZE
-    before, lags, status = actors.totals() | dict(iteration=first_iteration), [], ""  # at the last log
+    logged, lags, status = first_iteration, [], ""  # iterations up to the last log, and since then
     for iteration in range(first_iteration, args.num_iterations):
         # Seeding in every iteration leaves no random state to save and resume.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
@@ -874,17 +889,10 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
             for end, episode in episodes:
                 log(writer, end, episode)
             if ends or (iteration + 1) % args.log_every == 0:
-                now = actors.totals() | dict(iteration=iteration + 1)
-                since = {name: now[name] - before[name] for name in now}
-                reuse = args.batch_unrolls / args.new_unrolls
                 scalars["charts/learning_rate"] = lr.item()
                 scalars["charts/SPS"] = (step - first_step) / (time.time() - start)
-                scalars["charts/collected_SPS"] = since["steps"] / since["time"]
-                scalars["charts/trained_SPS"] = reuse * since["iteration"] * args.batch_size / since["time"]
-                scalars["charts/sample_reuse"] = reuse
-                scalars["charts/queue_fill"] = since["fill"] / (since["iteration"] * actors.capacity)
-                scalars["charts/learner_wait"] = since["learner"] / since["time"]
-                scalars["charts/actor_wait"] = min(1, since["actors"] / since["time"])  # counted when it ends
+                trained = (iteration + 1 - logged) * args.batch_unrolls * args.num_steps
+                scalars |= actors.rates(iteration + 1 - logged, trained)
                 scalars |= {"charts/policy_lag": np.mean(lags), "charts/policy_lag_max": max(lags)}
                 if len(args.env_ids) > 1:
                     means = {env_id: np.mean(x) for env_id, x in last_returns.items() if x}
@@ -892,7 +900,7 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
                 log(writer, step, scalars)
                 status = f"lag {np.mean(lags):.1f}, learner waits {scalars['charts/learner_wait']:.0%}, "
                 status += f"actor waits {scalars['charts/actor_wait']:.0%}"
-                before, lags = now, []
+                logged, lags = iteration + 1, []
             mean = np.mean([np.mean(x) for x in last_returns.values() if x] or 0)
             bar.set_postfix_str(f"return {mean:.1f}, {status}", refresh=False)
             bar.update(step - bar.n)
@@ -1049,17 +1057,16 @@ def save_checkpoint(run_dir: Path, args: Args, parts: dict, **numbers):
     (run_dir / "checkpoint.tmp").replace(run_dir / "checkpoint.pt")
 
 
-def load_checkpoint(run_dir: str, parts: dict | None = None) -> dict:
-    """What train() saved in run_dir, with its Args. Each of the parts takes on its saved state."""
+def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[str] = ()) -> dict:
+    """What save_checkpoint() saved, with Args. The parts take on their saved state; numbers must be there."""
     path = Path(run_dir) / "checkpoint.pt"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         if state["script"] != SCRIPT:
             fail(f"{path} is a checkpoint of {state['script']}.py")
-        numbers = dict(args=Args(**state["args"]), iteration=state["iteration"])
         for name, part in (parts or {}).items():
             part.load_state_dict(state[name])
-        return state | numbers | dict(last_returns=state["last_returns"])
+        return state | dict(args=Args(**state["args"])) | {name: state[name] for name in numbers}
     except (OSError, EOFError, RuntimeError, LookupError, TypeError, ValueError, UnpicklingError) as error:
         fail(f"{path} cannot be loaded with these flags and this {SCRIPT}.py: {error!r:.150}")
 

@@ -402,7 +402,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     parts = dict(agent=agent, optimizer=optimizer)  # a checkpoint holds the state of each
     saved, last_returns = 0, []  # iterations in the last checkpoint, returns of the last 100 episodes
     if args.resume:
-        checkpoint = load_checkpoint(args.resume, parts)
+        checkpoint = load_checkpoint(args.resume, parts, ("iteration", "last_returns"))
         saved, last_returns = checkpoint["iteration"], checkpoint["last_returns"]
     first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
     if RANK == 0:
@@ -619,17 +619,16 @@ def save_checkpoint(run_dir: Path, args: Args, parts: dict, **numbers):
     (run_dir / "checkpoint.tmp").replace(run_dir / "checkpoint.pt")
 
 
-def load_checkpoint(run_dir: str, parts: dict | None = None) -> dict:
-    """What train() saved in run_dir, with its Args. Each of the parts takes on its saved state."""
+def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[str] = ()) -> dict:
+    """What save_checkpoint() saved, with Args. The parts take on their saved state; numbers must be there."""
     path = Path(run_dir) / "checkpoint.pt"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         if state["script"] != SCRIPT:
             fail(f"{path} is a checkpoint of {state['script']}.py")
-        numbers = dict(args=Args(**state["args"]), iteration=state["iteration"])
         for name, part in (parts or {}).items():
             part.load_state_dict(state[name])
-        return state | numbers | dict(last_returns=state["last_returns"])
+        return state | dict(args=Args(**state["args"])) | {name: state[name] for name in numbers}
     except (OSError, EOFError, RuntimeError, LookupError, TypeError, ValueError, UnpicklingError) as error:
         fail(f"{path} cannot be loaded with these flags and this {SCRIPT}.py: {error!r:.150}")
 
