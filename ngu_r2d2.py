@@ -11,7 +11,7 @@
     python ngu_r2d2.py --num-policies 1 --beta 0              # R2D2 alone
     python ngu_r2d2.py --resume runs/NAME                     # go on with a run that was stopped
     python ngu_r2d2.py --evaluate runs/NAME                   # play full episodes with its agent and beta 0
-    torchrun --nproc-per-node 4 ngu_r2d2.py                   # environments and gradients shared out over 4
+    torchrun --nproc-per-node 4 ngu_r2d2.py                   # four processes that share the environments
 
 Papers   NGU: Badia et al. 2020, https://arxiv.org/abs/2002.06038
          R2D2: Kapturowski et al. 2019, https://openreview.net/forum?id=r1lyTjAqYX
@@ -21,20 +21,21 @@ Shapes   L = burn_in + unroll steps of a sequence, which has L + 1 rows; B seque
          rewards, discount and end are of row t + 1 alike.
 """
 
+import argparse
 import atexit
 import ctypes
+import faulthandler
 import os
-import pickle
 import signal
 import sys
 import threading
 import time
-import traceback
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Literal, NoReturn
 
 import ale_py
@@ -65,12 +66,12 @@ class Args:
     seed: int = 1  # seeds PyTorch and the environments; nothing else is random
 
     # acting
-    num_envs: int = 16  # parallel environments, shared out over torchrun's processes
+    num_envs: int = 16  # parallel environments, divided among torchrun's processes
     num_steps: int = 4  # steps per environment and rollout (T)
     epsilon: float = 0.4  # share of random actions of the first environment; the last has its 8th power
     stall_seconds: int = 20  # an environment that takes longer for a step ends the run
     eval_epsilon: float = 0.01  # share of random actions in --evaluate, and of Retrace's target policy
-    bootstrap_truncated: bool = True  # value what lies beyond a time limit instead of taking it for the end
+    bootstrap_truncated: bool = True  # add the value of what lies beyond a time limit to the last reward
 
     # sequences and their replay
     burn_in: int = 10  # steps that only warm up the LSTM's state
@@ -87,7 +88,7 @@ class Args:
     # R2D2
     learning_rate: float = 5e-4  # Adam's
     adam_eps: float = 1e-7  # of both optimizers; the paper's 1e-4 drowns the gradients of small rewards
-    batch_sequences: int = 16  # sequences of an update, shared out over torchrun's processes
+    batch_sequences: int = 16  # sequences of an update, divided among torchrun's processes
     updates_per_rollout: int = 2  # updates after num_envs * num_steps environment steps
     target: Literal["nstep", "retrace"] = "nstep"  # value targets
     n_step: int = 5  # steps of an n-step target
@@ -141,48 +142,60 @@ class Args:
     def length(self) -> int:
         return self.burn_in + self.unroll
 
+    def __post_init__(self):
+        # differs from ppo.py: sequences and their replay
+        """Checks the values. tyro reports a ValueError as it reports a wrong flag."""
+        for name, x in vars(self).items():
+            least = 1 if type(x) is int and name not in ("seed", "burn_in") else 0
+            if type(x) in (int, float) and not least <= x < np.inf:
+                raise ValueError(f"{name} cannot be {x}")
+        shares = ("epsilon", "eval_epsilon", "cross_mixture", "priority_eta", "retrace_lambda")
+        processes = f"the {WORLD_SIZE} processes of torchrun must divide"
+        rules = {
+            "give --resume or --evaluate, not both": not (self.resume and self.evaluate),
+            "--capture-video records the episodes of --evaluate": self.evaluate or not self.capture_video,
+            "seed must be below 2**31": self.seed < 2**31,
+            "gamma_max and gamma_min must be below 1": max(self.gamma_max, self.gamma_min) < 1,
+            f"{', '.join(shares)} must be at most 1": max(getattr(self, name) for name in shares) <= 1,
+            "rnd_max must be at least 1": self.rnd_max >= 1,
+            "total_timesteps must be at least num_envs * num_steps": self.num_iterations >= 1,
+            f"{processes} num_envs": self.num_envs % WORLD_SIZE == 0,
+            f"{processes} batch_sequences": self.batch_sequences % WORLD_SIZE == 0,
+            "period must be at most unroll, or steps between sequences are lost": self.period <= self.unroll,
+            "learning_starts must be at most replay_steps": self.learning_starts <= self.replay_steps,
+            "replay_steps must hold a batch": self.replay_steps >= self.period * self.batch_sequences,
+        }
+        for rule, is_kept in rules.items():
+            if not is_kept:
+                raise ValueError(rule)
+
 
 def fail(message: object) -> NoReturn:
-    """A mistake of the user, not a bug: one line on stderr and exit code 2."""
+    """Reports a mistake of the user, not a bug, in one line on stderr; exit code 2."""
     print(f"{SCRIPT}.py: error: {' '.join(str(message).split())}", file=sys.stderr)
     sys.exit(2)
 
 
-def parse_args() -> Args:  # differs from ppo.py: sequences and their replay
-    args = tyro.cli(Args)
-    if run_dir := args.resume or args.evaluate:
-        saved = load_checkpoint(run_dir)["args"]
+def parse_args() -> Args:
+    # differs from ppo.py: more than one flag decides about the size of the networks
+    """The command line. A run that is resumed or evaluated brings its own arguments as defaults."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume")
+    parser.add_argument("--evaluate")
+    run, _ = parser.parse_known_args()
+    if not (run.resume or run.evaluate):
+        args = tyro.cli(Args)
+    else:
+        saved = load_checkpoint(run.resume or run.evaluate)["args"]
         args = tyro.cli(Args, default=saved)
-        fixed = ("env_id", "seed", "num_envs", "num_steps", "num_policies", "hidden_size")
-        for name in fixed if args.resume else fixed[-2:]:
+        flag, fixed = "--evaluate", ["num_policies", "hidden_size"]
+        if args.resume:
+            flag, fixed = "--resume", ["env_id", "seed", "num_envs", "num_steps", *fixed]
+        for name in fixed:
             if getattr(args, name) != getattr(saved, name):
-                flag = "--resume" if args.resume else "--evaluate"
                 fail(f"{flag} cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
-    may_be_zero = ("seed", "burn_in")
-    shares = ("epsilon", "eval_epsilon", "cross_mixture", "priority_eta", "retrace_lambda")
-    for name, x in asdict(args).items():
-        if type(x) is int and x < (name not in may_be_zero) or type(x) is float and not 0 <= x < np.inf:
-            fail(f"{name} cannot be {x}")
-    for mistake, message in (
-        (args.resume and args.evaluate, "give --resume or --evaluate, not both"),
-        (args.capture_video and not args.evaluate, "--capture-video records the episodes of --evaluate"),
-        (args.seed >= 2**31, "seed must be below 2**31"),
-        (max(args.gamma_max, args.gamma_min) >= 1, "gamma_max and gamma_min must be below 1"),
-        (max(getattr(args, name) for name in shares) > 1, f"{', '.join(shares)} must be at most 1"),
-        (args.rnd_max < 1, "rnd_max must be at least 1"),
-        (args.num_iterations < 1, "total_timesteps must be at least num_envs * num_steps"),
-        (args.num_envs % WORLD_SIZE, f"the {WORLD_SIZE} processes of torchrun must divide num_envs"),
-        (
-            args.batch_sequences % WORLD_SIZE,
-            f"the {WORLD_SIZE} processes of torchrun must divide batch_sequences",
-        ),
-        (args.period > args.unroll, "period must be at most unroll, or steps between sequences are lost"),
-        (args.learning_starts > args.replay_steps, "learning_starts must be at most replay_steps"),
-        (args.replay_steps < args.period * args.batch_sequences, "replay_steps must hold a batch"),
-        (args.device == "cuda" and not torch.cuda.is_available(), "--device cuda: PyTorch finds no GPU"),
-    ):
-        if mistake:
-            fail(message)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        fail("--device cuda: PyTorch finds no GPU")
     return args
 
 
@@ -206,14 +219,16 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
             camera = dict(img_height=210, img_width=160, grayscale=False)
             envs.camera = AtariVectorEnv(num_envs=num_envs, **kwargs, **camera)
         return envs
-    options = dict(wrappers=[as_array], vector_kwargs=same_step)
-    if video_dir:
-        record = dict(video_folder=str(video_dir), episode_trigger=lambda n: n < args.eval_episodes)
-        options["wrappers"] = [lambda env: gym.wrappers.RecordVideo(env, **record), as_array]
-        options["render_mode"] = "rgb_array"
     module = "minigrid:" if args.env_id.startswith("MiniGrid-") else ""  # which registers them
+
+    def make() -> gym.Env:
+        env = gym.make(module + args.env_id, render_mode="rgb_array" if video_dir else None)
+        if video_dir:
+            env = gym.wrappers.RecordVideo(env, str(video_dir), lambda n: n < args.eval_episodes)
+        return as_array(gym.wrappers.RecordEpisodeStatistics(env))
+
     try:
-        envs = gym.make_vec(module + args.env_id, num_envs, "sync", **options)
+        envs = gym.vector.SyncVectorEnv([make] * num_envs, **same_step)
     except (gym.error.Error, ImportError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
@@ -238,6 +253,21 @@ def as_array(env: gym.Env) -> gym.Env:
     return env
 
 
+def ended_episodes(info: dict) -> list[dict[str, float]]:
+    """What to log of each episode that ended in a step: return, length and the numbers of its last info."""
+    if "final_info" not in info:
+        return []
+    final, episodes = info["final_info"], []
+    names = [name for name, x in final.items() if getattr(x, "dtype", np.dtype("O")).kind in "bif"]
+    names = [name for name in names if f"_{name}" in final and final[name].ndim == 1]
+    for n in final["_episode"].nonzero()[0]:
+        scalars = {f"charts/{name}": float(final[name][n]) for name in names if final[f"_{name}"][n]}
+        scalars["charts/episodic_return"] = float(final["episode"]["r"][n])
+        scalars["charts/episodic_length"] = float(final["episode"]["l"][n])
+        episodes.append(scalars)
+    return episodes
+
+
 class Envs:
     """Environments and the policies that play their episodes.
 
@@ -245,49 +275,56 @@ class Envs:
     episode begins; starts, true there; policies, the index of the one that plays, drawn for each episode.
     """
 
-    def __init__(
-        self, args: Args, num_envs: int, num_policies: int, seed: int, video_dir: Path | None = None
-    ):
+    def __init__(self, args: Args, num_envs: int, num_policies: int, seed: int, video_dir=None):
         self.envs, self.num_policies = make_env(args, num_envs, video_dir), num_policies
         self.is_atari = isinstance(self.envs, AtariVectorEnv)
         self.video_dir, self.video = video_dir if self.is_atari else None, []
-        obs, _ = self.envs.reset(seed=seed)
+        with alarm_after(args.stall_seconds):
+            obs, _ = self.envs.reset(seed=seed)
         if self.video_dir:
             self.envs.camera.reset(seed=seed)
-        self.returns, self.lengths = np.zeros((2, num_envs))
-        zeros, ones = np.zeros(num_envs, np.float32), np.ones(num_envs, bool)
-        policies = np.random.default_rng(seed).integers(num_policies, size=num_envs)
+        self.returns, self.began = np.zeros(num_envs), np.zeros(num_envs, int)  # of Atari games
+        zeros, rng = np.zeros(num_envs, np.float32), np.random.default_rng(seed)
         self.row = dict(obs=obs, last_actions=zeros.astype(np.int64), r_ext=zeros, r_int=zeros)
-        self.row |= dict(starts=ones, policies=policies)
+        self.row["starts"] = np.ones(num_envs, bool)
+        self.row["policies"] = rng.integers(num_policies, size=num_envs)
 
-    def step(
-        self, actions: np.ndarray, rng: np.random.Generator
-    ) -> tuple[dict, np.ndarray, np.ndarray, list]:
-        """Arrival row, terminated, truncated, and (return, length, policy) of episodes that ended.
+    def step(self, actions: np.ndarray, rng: np.random.Generator) -> tuple:
+        """Arrival row, terminated, truncated, and (policy, what to log) of episodes that ended.
 
         The arrival row has the last observation of an episode that ended, self.row the first of the next one.
         """
         obs, r_ext, terminated, truncated, info = self.envs.step(actions)
-        over = terminated | truncated
-        self.returns += r_ext
-        self.lengths += 1
-        policies = self.row["policies"]
-        ended = [(self.returns[n].item(), int(self.lengths[n]), int(policies[n])) for n in over.nonzero()[0]]
-        self.returns[over] = self.lengths[over] = 0
+        over, policies = terminated | truncated, self.row["policies"]
         if self.video_dir:
-            self.video.append(self.envs.camera.step(actions)[0][0, 0])
-            if over[0]:
-                self.save_video()
+            frames, *_ = self.envs.camera.step(actions)
+            self.video.append(frames[0, 0])
+        episodes = self.ended_games(over, r_ext, info) if self.is_atari else ended_episodes(info)
+        ended = list(zip(policies[over].tolist(), episodes, strict=True))
         arrival = dict(obs=obs, last_actions=actions, r_ext=r_ext.astype(np.float32), policies=policies)
         arrival |= dict(r_int=np.zeros_like(arrival["r_ext"]), starts=np.zeros_like(over))
         self.row = dict(arrival)
         if over.any():
-            first = {name: np.where(over, 0, arrival[name]) for name in ("last_actions", "r_ext")}
+            for name in ("last_actions", "r_ext"):
+                self.row[name] = np.where(over, 0, arrival[name])
             drawn = rng.integers(self.num_policies, size=len(over))
-            self.row = arrival | first | dict(policies=np.where(over, drawn, policies), starts=over)
+            self.row |= dict(policies=np.where(over, drawn, policies), starts=over)
             arrival["obs"] = obs.copy()
             arrival["obs"][over] = np.stack(list(info["final_obs"][over]))
         return arrival, terminated, truncated, ended
+
+    def ended_games(self, over: np.ndarray, rewards: np.ndarray, info: dict) -> list[dict[str, float]]:
+        """What to log of Atari games: CleanRL's length is in frames, and counts the no-ops at the start."""
+        self.returns += rewards
+        began = info["frame_number"] - info["episode_frame_number"]  # a game lasts until the next one begins
+        lengths, self.began = began - self.began, began
+        names, episodes = ("charts/episodic_return", "charts/episodic_length"), []
+        for n in over.nonzero()[0]:
+            episodes.append(dict(zip(names, (float(self.returns[n]), float(lengths[n])), strict=True)))
+        self.returns[over] = 0
+        if self.video_dir and over[0]:
+            self.save_video()
+        return episodes
 
     def save_video(self):
         from moviepy import ImageSequenceClip
@@ -301,41 +338,45 @@ class Envs:
 # === Agent ===================================================================================
 
 
-def scaled(obs: Tensor) -> Tensor:
+def kind_of(envs: gym.vector.VectorEnv) -> Literal["pixels", "grid", "vector"]:
+    """What an observation is, which decides how it is scaled and encoded."""
+    shape = envs.single_observation_space.shape
+    if len(shape) == 1:
+        return "vector"
+    return "pixels" if min(shape[1:]) >= 36 else "grid"
+
+
+def scaled(obs: Tensor, kind: str) -> Tensor:
     """Pixels from 0 to 1; the things on a grid, numbers below 11 in MiniGrid, as one-hot channels."""
-    if obs.dtype != torch.uint8:
+    if kind == "pixels":
+        return obs.to(torch.float32, memory_format=torch.channels_last, copy=True).div_(255)
+    if kind == "vector" or obs.dtype != torch.uint8:
         return obs.float()
-    if obs.shape[-1] >= 36:
-        return obs.to(torch.float32, memory_format=torch.channels_last).div_(255)
     one_hot = torch.eye(11, device=obs.device)
     return nn.functional.embedding(obs.movedim(1, -1).int().clamp(max=10), one_hot).flatten(-2).movedim(-1, 1)
 
 
-def encoder(shape: tuple[int, ...], num_features: int) -> nn.Sequential:
-    """Features of scaled observations: images, grids such as MiniGrid's 7 x 7, or vectors."""
+def scaled_shape(envs: gym.vector.VectorEnv) -> tuple[int, ...]:
+    """Shape of a scaled observation."""
+    return scaled(torch.as_tensor(envs.single_observation_space.sample())[None], kind_of(envs)).shape[1:]
+
+
+def encoder(kind: str, shape: tuple[int, ...], num_features: int) -> nn.Sequential:
+    """Features of scaled observations: pixels, grids such as MiniGrid's 7 x 7, or vectors."""
     conv, relu = nn.Conv2d, nn.ReLU(inplace=True)
-    if len(shape) == 1:
+    if kind == "vector":
         layers = [nn.Linear(shape[0], 64), relu]
-    elif min(shape[1:]) >= 36:
+    elif kind == "grid":
+        layers = [conv(shape[0], 16, 3), relu, conv(16, 32, 3), relu, nn.Flatten()]
+    else:
         layers = [conv(shape[0], 32, 8, stride=4), relu, conv(32, 64, 4, stride=2), relu]
         layers += [conv(64, 64, 3), relu, nn.Flatten()]
-    else:
-        is_map = min(shape[1:]) > 7  # larger than MiniGrid's view
-        layers = [conv(shape[0], 16, 3), relu, conv(16, 32, 3, padding=int(is_map)), relu]
-        layers += [Peaks() if is_map else nn.Flatten()]
     size = nn.Sequential(*layers)(torch.zeros(1, *shape)).numel()
     features = nn.Sequential(*layers, nn.Linear(size, num_features), relu)
-    if len(shape) == 3 and min(shape[1:]) >= 36:  # PyTorch's own: Pong's ball moves features by a 35th
+    if kind == "pixels":  # with PyTorch's own weights, Pong's ball moved features by a 35th
         for x in features.parameters():
             nn.init.orthogonal_(x, 2**0.5) if x.ndim > 1 else nn.init.zeros_(x)
     return features
-
-
-class Peaks(nn.Module):  # of each channel the maximum, wherever on a map it is, and its mean place
-    def forward(self, x: Tensor) -> Tensor:
-        rows, columns = (torch.linspace(-5, 5, n, device=x.device) for n in x.shape[2:])
-        p = x.flatten(2).softmax(-1).unflatten(-1, x.shape[2:])
-        return torch.cat((x.amax((2, 3)), p.sum(3) @ rows, p.sum(2) @ columns), 1)
 
 
 class Agent(nn.Module):  # differs from ppo.py: a recurrent dueling Q network of all policies
@@ -343,9 +384,8 @@ class Agent(nn.Module):  # differs from ppo.py: a recurrent dueling Q network of
         super().__init__()
         self.num_actions, self.num_policies = int(envs.single_action_space.n), args.num_policies
         self.amp, self.hidden_size, size = args.amp, args.hidden_size, args.hidden_size
-        self.squash_reward = args.squash_reward
-        shape = scaled(torch.as_tensor(envs.single_observation_space.sample())[None]).shape[1:]
-        self.encoder = encoder(shape, size)
+        self.squash_reward, self.kind = args.squash_reward, kind_of(envs)
+        self.encoder = encoder(self.kind, scaled_shape(envs), size)
         self.lstm = nn.LSTM(size + self.num_actions + 2 + args.num_policies, size)
         self.value = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, 1))
         self.advantage = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, self.num_actions))
@@ -486,46 +526,66 @@ def rescaled(novelty: Tensor, mask: Tensor, how: Bonus) -> Tensor:
     return novelty  # scaled when it was made
 
 
+def lengths(mask: Tensor) -> Tensor:
+    """Steps (B,) of sequences up to the last one that counts, by their mask (L, B); behind it is padding."""
+    return (mask * torch.arange(1, len(mask) + 1, device=mask.device)[:, None]).amax(0)
+
+
 def rounded(where: Tensor, multiple: int = 32) -> Tensor:
     """With more places, up to a multiple: oneDNN compiles a convolution for every new number of images."""
-    where.view(-1)[(~where).flatten().nonzero()[: -int(where.sum()) % multiple]] = True
+    missing = -int(where.sum()) % multiple
+    where = where.clone()
+    added = (~where).flatten().nonzero()[:missing]
+    where.view(-1)[added] = True
     return where
+
+
+def q_values(agent: Agent, target: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor, Tensor]:
+    """Rescaled action values (L + 1, B, A) of sequences by the online and by the target network."""
+    inputs = {name: batch[name] for name in ("last_actions", "r_ext", "r_int", "policies")}
+    inputs["starts"] = torch.zeros_like(batch["ends"])  # the state that is stored is the one before
+    t = torch.arange(args.length + 1, device=batch["mask"].device)
+    seen = rounded(t[:, None] <= lengths(batch["mask"]))  # padding is neither scaled nor encoded
+    obs, state, q = scaled(batch["obs"][seen], agent.kind), batch["state"], []
+    inputs["features"] = agent.features(obs, seen)
+    for part in (slice(0, args.burn_in), slice(args.burn_in, None)) if args.burn_in else (slice(None),):
+        values, state = agent({name: x[part] for name, x in inputs.items()}, state.detach())
+        q.append(values)  # no gradient reaches back through the state into the burn-in
+    with torch.no_grad():
+        inputs["features"] = target.features(obs, seen)
+        target_q, _ = target(inputs, batch["state"])
+    return torch.cat(q), target_q
+
+
+@torch.no_grad()
+def q_targets(
+    q: Tensor, target_q: Tensor, rewards: Tensor, gammas: Tensor, batch: dict[str, Tensor], args: Args
+) -> Tensor:
+    """Rescaled targets (L, B) for the actions taken, of action values (L + 1, B, A) and rewards (L, B)."""
+    actions, ends = batch["last_actions"][1:, :, None], batch["ends"][1:]
+    discounts, greedy = gammas * batch["discounts"][1:], q.argmax(-1, keepdim=True)
+    values = h_inv(target_q, args.h_eps)
+    if args.target == "nstep":  # double Q: chosen by the online network
+        best = values.gather(-1, greedy).squeeze(-1)
+        return h(nstep_targets(rewards, discounts, ends, best, args.n_step), args.h_eps)
+    # Choice 8: the target policy is epsilon-greedy, of the online network.
+    pi = torch.full_like(q, args.eval_epsilon / q.shape[-1])
+    pi.scatter_add_(-1, greedy, torch.full_like(q[..., :1], 1 - args.eval_epsilon))
+    ratio = pi[:-1].gather(-1, actions).squeeze(-1) / batch["mu"][1:].clamp(min=1e-6)
+    traces = args.retrace_lambda * ratio.clamp(max=1)
+    taken = values[:-1].gather(-1, actions).squeeze(-1)
+    expected = (pi * values).sum(-1)
+    return h(retrace_targets(rewards, discounts, ends, expected, taken, traces), args.h_eps)
 
 
 def q_loss(agent: Agent, target: Agent, batch: dict[str, Tensor], family: tuple[Tensor, Tensor], args: Args):
     """Loss of sequences (L + 1, B, ...) as Replay has them, priorities (B,), and the diagnostics to log."""
     mask, policies, actions = batch["mask"], batch["policies"][0], batch["last_actions"][1:, :, None]
     betas, gammas = (x[policies] for x in family)
-    batch = batch | dict(starts=torch.zeros_like(batch["ends"]))
-    inputs = {k: batch[k] for k in ("last_actions", "r_ext", "r_int", "policies", "starts")}
-    seen = rounded(nn.functional.pad(mask.flip(0).cumsum(0).flip(0), (0, 0, 1, 0), value=1) > 0)  # no padding
-    obs = scaled(batch["obs"][seen])
-    inputs["features"] = agent.features(obs, seen)
-    q, state = [], batch["state"]
-    for part in slice(0, args.burn_in), slice(args.burn_in, None):
-        if part.stop != 0:
-            outputs, state = agent({name: x[part] for name, x in inputs.items()}, state.detach())
-            q.append(outputs)  # no gradient reaches back through the state into the burn-in
-    q = torch.cat(q)
-    with torch.no_grad():
-        inputs["features"] = target.features(obs, seen)
-        target_q = h_inv(target(inputs, batch["state"])[0], args.h_eps)
-        alpha = batch["alpha"][1:].clamp(min=1)
-        r_int = rescaled(batch["r_int"][1:] / alpha, mask, args.bonus) * alpha
-        rewards, discounts = batch["rewards"][1:] + betas * r_int, gammas * batch["discounts"][1:]
-        ends, greedy = batch["ends"][1:], q.argmax(-1, keepdim=True)
-        if args.target == "nstep":  # double Q: chosen by the online network
-            values = target_q.gather(-1, greedy).squeeze(-1)
-            targets = nstep_targets(rewards, discounts, ends, values, args.n_step)
-        else:  # choice 8: the target policy is epsilon-greedy, of the online network
-            pi = torch.full_like(q, args.eval_epsilon / agent.num_actions)
-            pi.scatter_add_(-1, greedy, torch.full_like(q[..., :1], 1 - args.eval_epsilon))
-            traces = pi[:-1].gather(-1, actions).squeeze(-1) / batch["mu"][1:].clamp(min=1e-6)
-            traces = args.retrace_lambda * traces.clamp(max=1)
-            taken_values = target_q[:-1].gather(-1, actions).squeeze(-1)
-            values = (pi * target_q).sum(-1)
-            targets = retrace_targets(rewards, discounts, ends, values, taken_values, traces)
-        targets = h(targets, args.h_eps)
+    q, target_q = q_values(agent, target, batch, args)
+    alpha = batch["alpha"][1:].clamp(min=1)
+    r_int = rescaled(batch["r_int"][1:] / alpha, mask, args.bonus) * alpha
+    targets = q_targets(q, target_q, batch["rewards"][1:] + betas * r_int, gammas, batch, args)
     q_taken = q[:-1].gather(-1, actions).squeeze(-1)
     td_errors = (targets - q_taken) * mask  # choice 7: padding counts nowhere
     loss = (batch["weights"] * 0.5 * (td_errors**2).sum(0)).mean()
@@ -583,11 +643,11 @@ class Curiosity(nn.Module):
 
     def __init__(self, envs: gym.vector.VectorEnv, args: Args, num_envs: int):
         super().__init__()
-        shape = scaled(torch.as_tensor(envs.single_observation_space.sample())[None]).shape[1:]
-        self.args, num_actions = args, int(envs.single_action_space.n)
-        self.embedding = encoder(shape, 32)
+        self.args, self.kind, shape = args, kind_of(envs), scaled_shape(envs)
+        num_actions = int(envs.single_action_space.n)
+        self.embedding = encoder(self.kind, shape, 32)
         self.inverse = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, num_actions))
-        self.rnd_target, self.rnd_predictor = (encoder(shape, 128)[:-1] for _ in range(2))
+        self.rnd_target, self.rnd_predictor = (encoder(self.kind, shape, 128)[:-1] for _ in range(2))
         nn.ModuleList((self.embedding, self.inverse)).requires_grad_(args.train_embedding)
         self.rnd_predictor.requires_grad_(args.rnd)
         self.rnd_target.requires_grad_(False)
@@ -620,7 +680,7 @@ class Curiosity(nn.Module):
         for n in starts.nonzero()[0]:
             self.embeddings[n] = self.acting_embedding
         if starts.any():
-            self.remember(self.embed(scaled(obs)), starts)
+            self.remember(self.embed(scaled(obs, self.kind)), starts)
 
     def users(self, embedding: nn.Module) -> list[int]:
         """The environments whose episodes began with an embedding."""
@@ -670,18 +730,20 @@ class Curiosity(nn.Module):
         Choice 1: the reward is that of the state arrived at, and belongs to the action that led there. It is
         compared with what was seen before it, and then remembered itself.
         """
-        args, x = self.args, scaled(obs)
+        args, x = self.args, scaled(obs, self.kind)
         embedded = self.embed(x)
         nearest = self.nearest(embedded)
         mean = self.mean_distances(nearest)
         novelty = episodic_reward(nearest, mean, args.kernel_eps)
+        usual = episodic_reward(mean.repeat(args.neighbors, axis=1), mean, args.kernel_eps)
         if args.bonus == "long-run-mean":
             self.novelties.update(torch.from_numpy(novelty).float().to(obs.device))
-            novelty /= self.novelties.mean.item()
-        else:
-            novelty /= episodic_reward(mean.repeat(args.neighbors, axis=1), mean, args.kernel_eps)
-        if args.bonus == "calibrated":  # choice 2: what is as far as usual is worth 1, and nothing more: the
-            novelty = novelty.clip(max=1)  # first steps of an episode were worth 3 to 10, whatever was done
+            usual = self.novelties.mean.item()
+        novelty /= usual
+        # Choice 2: what is as far as usual is worth 1, and nothing is worth more. Without that, the first
+        # steps of an episode were worth 3 to 10, whatever was done.
+        if args.bonus == "calibrated":
+            novelty = novelty.clip(max=1)
         self.remember(embedded, np.ones(len(obs), bool))
         info = dict(novelty=novelty.mean(), distance=mean.mean(), memory=self.remembered.mean())
         alpha = np.ones(len(obs))
@@ -704,7 +766,7 @@ class Curiosity(nn.Module):
 
     def loss(self, obs: Tensor, places: Tensor, actions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Of last_transitions(): inverse dynamics, and the predictor's errors."""
-        x = scaled(obs)
+        x = scaled(obs, self.kind)
         logits = self.inverse(torch.cat(self.embedding(x)[places].unbind(), -1))
         inverse_loss = nn.functional.cross_entropy(logits, actions)
         rnd_loss = self.prediction_errors(x)[places[1]].mean()
@@ -715,8 +777,10 @@ class Curiosity(nn.Module):
 
 def last_transitions(batch: dict[str, Tensor], steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """Observations (m, ...) around each sequence's last steps, their places (2, n) in these, actions (n,)."""
-    last = batch["mask"] & (batch["mask"].flip(0).cumsum(0).flip(0) <= steps)  # that are no padding
-    rows = rounded(nn.functional.pad(last, (0, 0, 0, 1)) | nn.functional.pad(last, (0, 0, 1, 0)))  # each once
+    mask, pad = batch["mask"], nn.functional.pad
+    t = torch.arange(len(mask), device=mask.device)[:, None]
+    last = mask & (t >= lengths(mask) - steps)
+    rows = rounded(pad(last, (0, 0, 0, 1)) | pad(last, (0, 0, 1, 0)))  # before and after each; every row once
     at = rows.flatten().cumsum(0).view_as(rows) - 1
     return batch["obs"][rows], torch.stack((at[:-1][last], at[1:][last])), batch["last_actions"][1:][last]
 
@@ -823,121 +887,7 @@ class Replay:  # differs from impala_vtrace.py: cuts its sequences from episodes
         self.added = state["added"]
 
 
-# === Logging and checkpoints =================================================================
-
-
-class Logger:
-    """TensorBoard, Weights & Biases with --track, and a progress bar: plain lines if no terminal."""
-
-    def __init__(self, args: Args, run_dir: Path, first_step: int):
-        if args.resume:  # before anything is written to its folder; a new run has none yet
-            self.lock = lock(run_dir)
-        if args.track:
-            try:
-                import wandb
-            except ImportError as error:
-                fail(f"--track: {error}; pip install wandb")
-            account = dict(project=args.wandb_project_name, entity=args.wandb_entity, sync_tensorboard=True)
-            same_run = dict(id=run_dir.name, name=run_dir.name, resume="allow")  # when this one is resumed
-            config = asdict(args) | dict(exp_name=SCRIPT)  # CleanRL's key: its reports group by it
-            labels = dict(config=config, group=f"{args.env_id}__{SCRIPT}", tags=[SCRIPT, args.env_id[:64]])
-            try:
-                wandb.init(**account, **same_run, **labels, settings=dict(init_timeout=5))
-            except wandb.Error as error:
-                fail(f"--track: {error}")
-        try:  # hiding what was logged but not saved
-            self.writer = SummaryWriter(run_dir, purge_step=first_step + 1)
-            self.lock = lock(run_dir)
-        except OSError as error:
-            fail(f"{run_dir}: {error}")
-        self.writer.add_text("args", "\n".join(f"    {k}: {v}" for k, v in asdict(args).items()))
-        style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
-        total = args.num_iterations * args.batch_size
-        self.bar = tqdm(total=total, initial=first_step, unit="step", unit_scale=True, **style)
-        atexit.register(self.close)  # a crash loses no logs
-
-    def log(self, step: int, scalars: dict[str, float], episodes: list[tuple[int, float, int]], status: str):
-        """Log scalars at step, and each episode, (end, return, length), at the step that ended it."""
-        names = "charts/episodic_return", "charts/episodic_length"
-        ended = [(end, dict(zip(names, episode, strict=True))) for end, *episode in episodes]
-        for at, values in [*ended, (step, scalars)] if scalars else ended:
-            finite = [Summary.Value(tag=k, simple_value=x) for k, x in values.items() if np.isfinite(x)]
-            self.writer.file_writer.add_summary(Summary(value=finite), at)  # an event each, without NaN
-        self.bar.set_postfix_str(status, refresh=False)
-        self.bar.update(step - self.bar.n)
-
-    def close(self):
-        self.bar.close()
-        self.writer.close()
-        self.lock.release(force=True)
-
-
-def lock(run_dir: Path) -> FileLock:
-    """Refuses a run folder in which another process trains. The lock ends with the process that holds it."""
-    held = FileLock(run_dir / "lock", is_singleton=True)
-    try:
-        held.acquire(timeout=0)
-    except Timeout:
-        fail(f"another process trains in {run_dir}")
-    return held
-
-
-def save_checkpoint(run_dir: Path, **state):
-    """Atomically, so that a kill leaves the old one or the new one."""
-    with open(run_dir / "checkpoint.tmp", "wb") as file:  # of which a full disk is named, unlike of a path
-        torch.save(dict(script=SCRIPT, **state), file)
-    (run_dir / "checkpoint.tmp").replace(run_dir / "checkpoint.pt")
-
-
-def load_checkpoint(run_dir: str) -> dict:
-    """What train() saved in run_dir, with its Args."""
-    path = Path(run_dir) / "checkpoint.pt"
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["script"] == SCRIPT:
-            return state | dict(args=Args(**state["args"]))
-    except (OSError, EOFError, RuntimeError, LookupError, TypeError, pickle.UnpicklingError) as error:
-        fail(f"{path} is no readable checkpoint: {str(error)[:150]}")
-    fail(f"{path} is a checkpoint of {state['script']}.py")
-
-
 # === Training ================================================================================
-
-
-def keep_freed_memory():
-    """glibc returns what large networks free to the kernel, page by page: a fifth of an update on a CPU."""
-    if sys.platform == "linux":
-        for parameter, value in ((-1, 2**31 - 1), (-3, 2**30)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-            ctypes.CDLL(None).mallopt(parameter, value)
-
-
-class StallLimit:
-    """Ends the process, and says where it hangs, if a block within it takes longer than so many seconds."""
-
-    def __init__(self, env_id: str, seconds: int):
-        self.since = float("inf")
-        threading.Thread(target=self.watch, args=(env_id, seconds), daemon=True).start()
-
-    def watch(self, env_id: str, seconds: int):
-        while time.monotonic() < self.since + seconds:
-            time.sleep(1)
-        print(f"{SCRIPT}.py: error: {env_id}: a step takes longer than {seconds} s:", file=sys.stderr)
-        traceback.print_stack(sys._current_frames()[self.thread])
-        os._exit(1)
-
-    def __enter__(self):
-        self.thread, self.since = threading.get_ident(), time.monotonic()
-
-    def __exit__(self, *_):
-        self.since = float("inf")
-
-
-def over_processes(operation: str, x: float | Tensor) -> float:
-    """SUM or MAX of a number over the processes of torchrun."""
-    x = torch.as_tensor(x, dtype=torch.float32)
-    if WORLD_SIZE > 1:
-        torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, operation))
-    return x.item()
 
 
 class Actor:  # differs from impala_vtrace.py: one group, epsilon-greedy, with novelty
@@ -945,10 +895,9 @@ class Actor:  # differs from impala_vtrace.py: one group, epsilon-greedy, with n
 
     def __init__(self, args: Args, envs: Envs, agent: Agent, curiosity: Curiosity):
         self.args, self.envs, self.agent, self.curiosity = args, envs, agent, curiosity
-        if envs.row["obs"].ndim == 2 or envs.row["obs"].shape[-1] < 16:
+        if agent.kind != "pixels":
             torch.set_num_threads(1)  # the networks are small: a second thread only costs
         self.state = agent.initial_state(len(envs.row["obs"]))
-        self.stall_limit = StallLimit(args.env_id, args.stall_seconds)
         self.begin(envs.row["starts"])
 
     def begin(self, starts: np.ndarray):
@@ -963,11 +912,12 @@ class Actor:  # differs from impala_vtrace.py: one group, epsilon-greedy, with n
         """
         row, A = self.envs.row, self.agent.num_actions
         inputs = {name: torch.as_tensor(x, device=self.args.device)[None] for name, x in row.items()}
-        inputs["features"] = self.agent.features(scaled(inputs["obs"][0]), torch.ones_like(inputs["starts"]))
+        obs = scaled(inputs["obs"][0], self.agent.kind)
+        inputs["features"] = self.agent.features(obs, torch.ones_like(inputs["starts"]))
         q, self.state = self.agent(inputs, self.state)
         greedy = q[0].argmax(-1).cpu().numpy()
         actions = np.where(rng.random(len(greedy)) < epsilon, rng.integers(A, size=len(greedy)), greedy)
-        with self.stall_limit:
+        with alarm_after(self.args.stall_seconds):
             arrival, terminated, truncated, ended = self.envs.step(actions, rng)
         ends, is_cut = terminated | truncated, truncated & ~terminated
         goes_on = ~ends | is_cut & self.args.bootstrap_truncated  # choice 6: a time limit is no end
@@ -982,25 +932,27 @@ class Actor:  # differs from impala_vtrace.py: one group, epsilon-greedy, with n
         return arrival, ended, info
 
 
-@torch.no_grad()  # but for the updates
+@torch.no_grad()  # except in update()
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
     # differs from ppo.py: a replay between acting and updates, two networks and a curiosity
-    """Train and return the run folder; a signal number in stop ends it after the iteration, saved."""
-    torch.manual_seed(args.seed)
-    if WORLD_SIZE > 1:
-        torch.distributed.init_process_group()
-        atexit.register(torch.distributed.destroy_process_group)
+    """Trains and returns the run folder. A signal number in stop ends the run after its iteration, saved."""
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if WORLD_SIZE > 1:
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
+        atexit.register(torch.distributed.destroy_process_group)
+    torch.manual_seed(args.seed)
     torch.set_flush_denormal(True)  # the moments of dead units fade into numbers that slow Adam down fivefold
     keep_freed_memory()
     T, N = args.num_steps, args.num_envs // WORLD_SIZE
-    checkpoint = load_checkpoint(args.resume) if args.resume else dict(iteration=0)
-    first_iteration = saved = checkpoint["iteration"]
-    first_step, start = first_iteration * args.batch_size, time.time()
+    numbers = dict(iteration=0, updates=0, last_returns=[])  # returns of the policy that --evaluate plays
+    if args.resume:
+        checkpoint = load_checkpoint(args.resume, numbers=tuple(numbers))
+        numbers = {name: checkpoint[name] for name in numbers}
+    saved, updates, last_returns = numbers.values()
+    first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
     seed = args.seed + first_step + RANK * N  # a resumed run begins new episodes
-    with StallLimit(args.env_id, args.stall_seconds):
-        envs = Envs(args, N, args.num_policies, seed)
+    envs = Envs(args, N, args.num_policies, seed)
     agent = Agent(envs.envs, args).to(args.device)
     target_agent = deepcopy(agent)
     curiosity = Curiosity(envs.envs, args, N).to(args.device)
@@ -1013,27 +965,20 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     none, all_envs = np.zeros(N, np.float32), np.ones(N, bool)
     nothing = dict(mu=none + 1, alpha=none + 1, discounts=none + 1, ends=~all_envs)  # led to a first row
     replay = Replay(args, envs.row | nothing, args.hidden_size)
-    run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}"
-    run_dir, updates = Path("runs", run_name.replace("/", "-").replace(":", "-")), 0
-    last_returns = deque(maxlen=100)  # of the policy that --evaluate plays
-    modules = dict(agent=agent, target_agent=target_agent, curiosity=curiosity)
-    modules |= dict(optimizer=optimizer, auxiliary=auxiliary)
-    modules |= dict(replay=replay) if args.save_replay else {}
+    run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")
+    run_dir = Path(args.resume or f"runs/{run_name}")
+    parts = dict(agent=agent, target_agent=target_agent, curiosity=curiosity)
+    parts |= dict(optimizer=optimizer, auxiliary=auxiliary)  # a checkpoint holds the state of each
     if args.resume:
-        run_dir = Path(args.resume)
-        try:
-            updates = checkpoint["updates"]
-            last_returns.extend(checkpoint["last_returns"])
-            for name in modules:
-                if name in checkpoint or name != "replay":  # which may begin to be saved, or cease
-                    modules[name].load_state_dict(checkpoint[name])
-        except (LookupError, RuntimeError, TypeError, ValueError) as error:
-            fail(f"{args.resume} does not fit the flags or this version of {SCRIPT}.py: {error}")
+        has_replay = args.save_replay and "replay" in checkpoint  # it may begin to be saved, or cease
+        load_checkpoint(args.resume, parts | (dict(replay=replay) if has_replay else {}))
         optimizer.param_groups[0] |= dict(lr=args.learning_rate, eps=args.adam_eps)  # flags may change them
         auxiliary.param_groups[0] |= dict(lr=args.auxiliary_lr, eps=args.adam_eps)
+    if args.save_replay:
+        parts["replay"] = replay
     actor = Actor(args, envs, agent, curiosity)
     if RANK == 0:
-        logger = Logger(args, run_dir, first_step)
+        run_lock, writer, bar = start_logging(args, run_dir, first_step)
         print(run_dir)
         print(f"replay: {replay.capacity} sequences, {replay.num_bytes / 1e6:.0f} MB", file=sys.stderr)
 
@@ -1062,17 +1007,16 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     replay.append(envs.row | nothing, all_envs, actor.state.cpu().numpy())
     seen, trained_steps, batch_sequences = [], 0, args.batch_sequences // WORLD_SIZE
     for iteration in range(first_iteration, args.num_iterations):
-        # seeded anew in every iteration, so that there is no random state to save and resume
-        seed = int(np.random.SeedSequence((args.seed, iteration, RANK)).generate_state(1)[0])
-        torch.manual_seed(seed)
-        rng = np.random.default_rng(seed)
+        # Seeding in every iteration leaves no random state to save and resume.
+        torch.manual_seed(hash((args.seed, iteration, RANK)))
+        rng = np.random.default_rng((args.seed, iteration, RANK))
         step, episodes, info = iteration * args.batch_size, [], {}
 
         # 1. act
         for _ in range(T):
             arrival, ended, novelty = actor.step(epsilon, rng)
             step += args.num_envs
-            episodes += [(step, *episode) for episode in ended]
+            episodes += [(step, policy, episode) for policy, episode in ended]
             seen.append(novelty)
             state = actor.state.cpu().numpy()
             replay.append(arrival, all_envs, state)
@@ -1102,36 +1046,67 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
             good = f"{run_dir}/checkpoint.pt, of iteration {saved}" if saved else "none"
             found = scalars | novelty
             sys.exit(f"iteration {iteration + 1}: {found} are not finite; last good checkpoint: {good}")
-        last_returns.extend(episodic_return for _, episodic_return, _, policy in episodes if policy == 0)
+        of_first = [x["charts/episodic_return"] for _, policy, x in episodes if policy == 0]
+        last_returns = (last_returns + of_first)[-100:]
         signum = int(over_processes("MAX", stop[0] if stop else 0))
         ends = signum or iteration + 1 == args.num_iterations
-        if (iteration + 1) % args.log_every == 0 or ends:
-            scalars["charts/SPS"] = (step - first_step) / (time.time() - start)
-            scalars["charts/replay_ratio"] = trained_steps / (step - first_step)
-            scalars["replay/sequences"] = len(replay)
-            spread = replay.priorities[: len(replay)] if len(replay) else np.zeros(1)
-            scalars |= {f"replay/priority_{how}": getattr(spread, how)() for how in ("mean", "std", "max")}
-            for name in seen[-1]:
-                scalars[f"curiosity/{name}"] = float(np.mean([novelty[name] for novelty in seen]))
-            seen = []
-        else:
-            scalars = {}
         if RANK == 0:
-            for end, episodic_return, _, policy in episodes:
-                logger.writer.add_scalar(f"policies/return_{policy}", episodic_return, end)
+            for end, policy, episode in episodes:
+                log(writer, end, episode | {f"policies/return_{policy}": episode["charts/episodic_return"]})
+            if ends or (iteration + 1) % args.log_every == 0:
+                scalars["charts/SPS"] = (step - first_step) / (time.time() - start)
+                scalars["charts/replay_ratio"] = trained_steps / (step - first_step)
+                scalars["replay/sequences"] = len(replay)
+                spread = replay.priorities[: len(replay)] if len(replay) else np.zeros(1)
+                scalars["replay/priority_mean"] = spread.mean()
+                scalars |= {"replay/priority_std": spread.std(), "replay/priority_max": spread.max()}
+                for name in seen[-1]:
+                    scalars[f"curiosity/{name}"] = float(np.mean([novelty[name] for novelty in seen]))
+                log(writer, step, scalars)
+                seen = []
             status = f"return {np.mean(last_returns or 0):.2f} with beta {family[0][0]:g}"
-            logger.log(step, scalars, [episode[:3] for episode in episodes], status)
-        if RANK == 0 and (ends or (iteration + 1) % args.save_every == 0):
-            saved = iteration + 1
-            logger.writer.flush()
-            state = {name: x.state_dict() for name, x in modules.items()}
-            state |= dict(iteration=saved, updates=updates, last_returns=list(last_returns))
-            save_checkpoint(run_dir, **state, args=asdict(args) | dict(resume=None))
+            bar.set_postfix_str(status, refresh=False)
+            bar.update(step - bar.n)
+            if ends or (iteration + 1) % args.save_every == 0:
+                saved = iteration + 1
+                writer.flush()
+                numbers = dict(iteration=saved, updates=updates, last_returns=last_returns)
+                save_checkpoint(run_dir, args, parts, **numbers)
         if signum:
             sys.exit(128 + signum)
     if RANK == 0:
-        logger.close()
+        bar.close()
+        writer.close()
+        run_lock.release(force=True)
     return run_dir
+
+
+def keep_freed_memory():
+    """Keeps glibc from returning freed memory to the kernel, page by page: a fifth of an update on a CPU."""
+    if sys.platform == "linux":
+        for parameter, value in ((-1, 2**31 - 1), (-3, 2**30)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+            ctypes.CDLL(None).mallopt(parameter, value)
+
+
+def over_processes(operation: str, x: float | Tensor) -> float:
+    """SUM or MAX of a number over the processes of torchrun."""
+    x = torch.as_tensor(x, dtype=torch.float32)
+    if WORLD_SIZE > 1:
+        torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, operation))
+    return x.item()
+
+
+@contextmanager
+def alarm_after(seconds: int) -> Iterator[None]:
+    """Sends SIGALRM, for which end_at_alarm() waits, if a block takes longer. Windows has no such signal."""
+    set_alarm = getattr(signal, "alarm", None)
+    if set_alarm:
+        set_alarm(seconds)
+    try:
+        yield
+    finally:
+        if set_alarm:
+            set_alarm(0)
 
 
 # === Evaluation ==============================================================================
@@ -1142,22 +1117,131 @@ def evaluate(args: Args) -> list[float]:
     # differs from ppo.py: recurrent, of the first policy, with the novelty that the network wants to see
     """Returns of full episodes of a run's agent, by its policy with the smallest beta and by eval_epsilon."""
     torch.manual_seed(args.seed)
-    video_dir = Path(args.evaluate) / "videos" if args.capture_video else None
     seed = args.seed + args.total_timesteps + args.num_envs  # no seed of training
-    envs, checkpoint = Envs(args, 1, 1, seed, video_dir), load_checkpoint(args.evaluate)
+    envs = Envs(args, 1, 1, seed, Path(args.evaluate) / "videos" if args.capture_video else None)
     agent, curiosity = Agent(envs.envs, args).to(args.device), Curiosity(envs.envs, args, 1).to(args.device)
-    try:
-        agent.load_state_dict(checkpoint["agent"])
-        curiosity.load_state_dict(checkpoint["curiosity"])
-    except (LookupError, RuntimeError, TypeError, ValueError) as error:
-        fail(f"the agent of {args.evaluate} does not fit {args.env_id}: {error}")
+    load_checkpoint(args.evaluate, dict(agent=agent, curiosity=curiosity))
     curiosity.eval()  # its statistics stay as they are
     actor, rng, returns = Actor(args, envs, agent, curiosity), np.random.default_rng(seed), []
     while len(returns) < args.eval_episodes:
         _, ended, _ = actor.step(np.full(1, args.eval_epsilon), rng)
-        returns += [episodic_return for episodic_return, _, _ in ended]
+        returns += [episode["charts/episodic_return"] for _, episode in ended]
     envs.envs.close()
     return returns
+
+
+# === Logs and checkpoints ====================================================================
+
+
+def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[FileLock, SummaryWriter, tqdm]:
+    """The lock of the run folder, TensorBoard's writer and a progress bar; Weights & Biases with --track."""
+    if args.resume:  # before anything is written to the folder, which a new run does not have yet
+        lock(run_dir)
+    if args.track:
+        start_tracking(args, run_dir)
+    try:
+        writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
+        run_lock = lock(run_dir)
+    except OSError as error:
+        fail(f"{run_dir}: {error}")
+    atexit.register(writer.close)  # a crash loses no logs
+    writer.add_text("args", "\n".join(f"    {name}: {x}" for name, x in asdict(args).items()))
+    style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
+    total = args.num_iterations * args.batch_size
+    return run_lock, writer, tqdm(total=total, initial=first_step, unit="step", unit_scale=True, **style)
+
+
+def lock(run_dir: Path) -> FileLock:
+    """Refuses a run folder in which another process trains. The lock ends with the process that holds it."""
+    run_lock = FileLock(run_dir / "lock", is_singleton=True)
+    try:
+        run_lock.acquire(timeout=0)
+    except Timeout:
+        fail(f"another process trains in {run_dir}")
+    return run_lock
+
+
+def start_tracking(args: Args, run_dir: Path):
+    """Sends what TensorBoard is given to Weights & Biases; a resumed run goes on as the same run there."""
+    try:
+        import wandb
+    except ImportError as error:
+        fail(f"--track: {error}; pip install wandb")
+    config = asdict(args) | dict(exp_name=SCRIPT)  # CleanRL's reports group runs by exp_name
+    account = dict(project=args.wandb_project_name, entity=args.wandb_entity)
+    name = dict(id=run_dir.name, name=run_dir.name, group=f"{args.env_id}__{SCRIPT}")
+    labels = dict(tags=[SCRIPT, args.env_id[:64]], config=config)
+    more = dict(resume="allow", sync_tensorboard=True, settings=dict(init_timeout=5))
+    try:
+        wandb.init(**account, **name, **labels, **more)
+    except wandb.Error as error:
+        fail(f"--track: {error}")
+
+
+def log(writer: SummaryWriter, step: int, scalars: dict[str, float]):
+    """Writes scalars in one event, which takes a fifth of add_scalar's time, and leaves out NaN."""
+    finite = [Summary.Value(tag=name, simple_value=x) for name, x in scalars.items() if np.isfinite(x)]
+    writer.file_writer.add_summary(Summary(value=finite), step)
+
+
+def save_checkpoint(run_dir: Path, args: Args, parts: dict, **numbers):
+    """Saves atomically: a kill leaves the old checkpoint or the new one."""
+    state = {name: part.state_dict() for name, part in parts.items()} | numbers
+    state |= dict(script=SCRIPT, args=asdict(args) | dict(resume=None))
+    with open(run_dir / "checkpoint.tmp", "wb") as file:
+        torch.save(state, file)  # given a path instead of a file, it would not say that a disk is full
+    (run_dir / "checkpoint.tmp").replace(run_dir / "checkpoint.pt")
+
+
+def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[str] = ()) -> dict:
+    """What save_checkpoint() saved, with Args. The parts take on their saved state; numbers must be there."""
+    path = Path(run_dir) / "checkpoint.pt"
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["script"] != SCRIPT:
+            fail(f"{path} is a checkpoint of {state['script']}.py")
+        for name, part in (parts or {}).items():
+            part.load_state_dict(state[name])
+        return state | dict(args=Args(**state["args"])) | {name: state[name] for name in numbers}
+    except (OSError, EOFError, RuntimeError, LookupError, TypeError, ValueError, UnpicklingError) as error:
+        fail(f"{path} cannot be loaded with these flags and this {SCRIPT}.py: {error!r:.150}")
+
+
+# === Main ====================================================================================
+
+
+def end_at_alarm(args: Args):
+    """Ends the process when alarm_after() goes off: faulthandler shows where it hangs, even within C code."""
+    if not hasattr(signal, "SIGALRM"):
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.set_wakeup_fd(writer)  # Python writes the number of each signal that arrives
+    faulthandler.register(signal.SIGALRM, chain=True)
+
+    def wait():
+        while signal.SIGALRM not in os.read(reader, 1):
+            pass
+        slow = f"{args.env_id}: a step takes longer than {args.stall_seconds} s"
+        print(f"{SCRIPT}.py: error: {slow}", file=sys.stderr)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def stop_at_signals() -> list[int]:
+    """A list to which SIGINT and SIGTERM are appended. A second one ends the process at once."""
+    stop = []
+
+    def append(signum: int, _):
+        print("stopping after this iteration", file=sys.stderr)
+        stop.append(signum)
+        signal.signal(signum, signal.SIG_DFL)
+
+    signal.signal(signal.SIGINT, append)
+    signal.signal(signal.SIGTERM, append)
+    return stop
 
 
 if __name__ == "__main__":
@@ -1166,14 +1250,5 @@ if __name__ == "__main__":
         returns = evaluate(args)
         print(f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes")
     else:
-        stop = []
-
-        def finish(signum: int, _):
-            """The first signal ends the run after its iteration, a second one at once."""
-            print("stopping after this iteration", file=sys.stderr)
-            stop.append(signum)
-            signal.signal(signum, signal.SIG_DFL)
-
-        signal.signal(signal.SIGINT, finish)
-        signal.signal(signal.SIGTERM, finish)
-        train(args, stop)
+        end_at_alarm(args)
+        train(args, stop_at_signals())
