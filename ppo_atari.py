@@ -644,7 +644,7 @@ def end_at_alarm(args: Args):
     os.set_blocking(writer, False)
     signal.signal(signal.SIGALRM, lambda *_: None)
     signal.set_wakeup_fd(writer)  # Python writes the number of each signal that arrives
-    faulthandler.register(signal.SIGALRM, chain=True)
+    faulthandler.register(signal.SIGALRM, file=2, chain=True)
 
     def wait():
         while signal.SIGALRM not in os.read(reader, 1):

@@ -151,7 +151,8 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
     """Vectorized environments, each reset within the step that ends its episode."""
 
     def make() -> gym.Env:
-        env = gym.make(args.env_id, render_mode="rgb_array" if video_dir else None)
+        options = dict(render_mode="rgb_array") if video_dir else {}
+        env = gym.make(args.env_id, **options)
         if video_dir:
             env = gym.wrappers.RecordVideo(env, str(video_dir), lambda n: n < args.eval_episodes)
         return gym.wrappers.RecordEpisodeStatistics(env)
@@ -540,7 +541,7 @@ def end_at_alarm(args: Args):
     os.set_blocking(writer, False)
     signal.signal(signal.SIGALRM, lambda *_: None)
     signal.set_wakeup_fd(writer)  # Python writes the number of each signal that arrives
-    faulthandler.register(signal.SIGALRM, chain=True)
+    faulthandler.register(signal.SIGALRM, file=2, chain=True)
 
     def wait():
         while signal.SIGALRM not in os.read(reader, 1):

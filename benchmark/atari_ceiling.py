@@ -43,7 +43,9 @@ class Args:
 def parts_of_impala(args: Args) -> float:
     """Steps per second if an iteration had nothing but its parts."""
     script_args = impala_vtrace.Args(env_id=args.env_id, device="cpu", amp=args.amp)
-    groups = [impala_vtrace.Group(args.env_id, script_args, 16, seed=k) for k in range(2)]
+    groups = [impala_vtrace.Group(args.env_id, script_args, 16) for _ in range(2)]
+    for k, group in enumerate(groups):
+        group.reset(seed=k)
     agent, rng, seconds = impala_vtrace.Agent(groups[0].envs, script_args), np.random.default_rng(1), []
     obs = torch.randint(0, 255, (21, 32, 4, 84, 84), dtype=torch.uint8)
     rows, state = dict(obs=obs, starts=torch.zeros(21, 32)), agent.initial_state(32)

@@ -1,14 +1,15 @@
 """How many different cells of the Random Disco Maze agents visit in an episode of at most 500 steps.
 
-    python ngu_r2d2.py --env-id benchmark.tasks:RandomDiscoMaze-v0 --num-policies 1 --no-rnd \
+    python benchmark/disco.py train --env-id benchmark.tasks:RandomDiscoMaze-v0 --num-policies 1 --no-rnd \
         --kernel-eps 1e-2 --burn-in 0 --unroll 20 --period 20 --num-envs 32 --epsilon 0.2 --gamma-max 0.92 \
         --target retrace --retrace-lambda 0.97 --updates-per-rollout 4 --target-every 100 \
         --auxiliary-steps 10 --auxiliary-lr 1e-3 --learning-starts 5000 --total-timesteps 200000
     python benchmark/disco.py runs/NAME [runs/NAME ...] --csv benchmark/results/disco.csv
 
-From the repository's folder; with --no-train-embedding, too. There is no reward: an agent of Never Give Up
-explores for novelty alone. Random actions are few, as most end the episode, and none where cells are counted.
-Without runs, it is walks of no agent: one that avoids the walls visits 29 cells, a uniform one 1.4.
+From the repository's folder; with --no-train-embedding, too. `train` is ngu_r2d2.py with an encoder for maps.
+There is no reward: an agent of Never Give Up explores for novelty alone. Random actions are few, as most end
+the episode, and none where cells are counted. Without runs, it is walks of no agent: one that avoids the
+walls visits 29 cells, a uniform one 1.4.
 """
 
 import csv
@@ -26,6 +27,24 @@ sys.path.insert(0, str(ROOT))
 import benchmark.tasks  # noqa: E402, F401  registers the maze
 import ngu_r2d2  # noqa: E402
 
+
+class Peaks(torch.nn.Module):
+    """The maximum of each channel, wherever on a map it is, and its mean place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, columns = (torch.linspace(-5, 5, n, device=x.device) for n in x.shape[2:])
+        p = x.flatten(2).softmax(-1).unflatten(-1, x.shape[2:])
+        return torch.cat((x.amax((2, 3)), p.sum(3) @ rows, p.sum(2) @ columns), 1)
+
+
+def map_encoder(kind: str, shape: tuple[int, ...], num_features: int) -> torch.nn.Sequential:
+    """Features of a map, which is larger than what MiniGrid's agents see: takes the place of encoder()."""
+    relu, Conv2d = torch.nn.ReLU(inplace=True), torch.nn.Conv2d
+    layers = [Conv2d(shape[0], 16, 3), relu, Conv2d(16, 32, 3, padding=1), relu, Peaks()]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(96, num_features), relu)
+
+
+ngu_r2d2.encoder = map_encoder
 HEAD = ["agent", "seed", "steps", "embedding", "episodes", "cells_mean", "cells_std", "length_mean"]
 
 
@@ -47,8 +66,7 @@ def of_run(run: str, episodes: int, epsilon: float) -> tuple[list, list[tuple[in
     torch.manual_seed(0)
     envs = ngu_r2d2.Envs(args, 16, 1, seed=10**6)
     agent, curiosity = ngu_r2d2.Agent(envs.envs, args), ngu_r2d2.Curiosity(envs.envs, args, 16)
-    agent.load_state_dict(checkpoint["agent"])
-    curiosity.load_state_dict(checkpoint["curiosity"])
+    ngu_r2d2.load_checkpoint(run, dict(agent=agent, curiosity=curiosity))
     actor = ngu_r2d2.Actor(args, envs, agent, curiosity)
     while len(found) < episodes:
         mazes = [env.unwrapped for env in envs.envs.envs]
@@ -74,6 +92,10 @@ def of_walk(avoids_walls: bool, episodes: int) -> tuple[list, list[tuple[int, in
 
 
 def main():
+    if sys.argv[1:2] == ["train"]:
+        del sys.argv[1]
+        ngu_r2d2.train(ngu_r2d2.parse_args(), ngu_r2d2.stop_at_signals())
+        return
     args = tyro.cli(Args)
     results = [of_run(run, args.episodes, args.epsilon) for run in args.runs] or [
         of_walk(avoids_walls, args.episodes) for avoids_walls in (True, False)

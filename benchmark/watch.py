@@ -108,7 +108,7 @@ class Watcher:
         script = self.script(name)
         try:
             args = script.Args(**state["args"])
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             fail(f"{path} is of another {name}.py: {error}")
         step = state["step"] if "step" in state else state["iteration"] * args.batch_size
         if step not in [row["step"] for row in self.rows]:

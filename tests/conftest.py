@@ -1,4 +1,5 @@
 import os
+import re
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as cores run tests, each with one thread
 
@@ -149,6 +150,15 @@ def random_batch(agent, size, obs_shape=(4,), dtype=torch.float32, **more):
         actions = dist.sample()
         batch = dict(obs=obs, actions=actions, logprobs=dist.log_prob(actions), values=value, **more)
     return batch | dict(advantages=torch.randn_like(value), returns=torch.randn_like(value))
+
+
+def one_line(err):
+    """An error that stands in one line, or in the box that tyro draws around a wrong value; else None."""
+    if re.fullmatch(r"\w+\.py: error: [^\n]+\n", err):
+        return err
+    words = " ".join(re.sub("[─│╭╮╰╯]|-{9,}", " ", err).split())
+    is_boxed = words.startswith("Value error Error parsing Args: ") and words.count("Error parsing") == 1
+    return words if is_boxed and "Traceback" not in err else None
 
 
 def wait_for(is_so):

@@ -29,7 +29,7 @@ import probes
 import pytest
 import torch
 from ale_py.vector_env import AtariVectorEnv
-from conftest import OTHERS, SCRIPTS, scalars, small_args
+from conftest import OTHERS, SCRIPTS, one_line, scalars, small_args
 from torch.utils.tensorboard import SummaryWriter
 
 import impala_vtrace
@@ -145,7 +145,7 @@ def assert_whole(script, run_dir, iterations):
 
 def assert_one_line(ended, words, code=2):
     assert ended.code == code and not ended.out, ended
-    assert re.fullmatch(rf"\w+\.py: error: [^\n]*{words}[^\n]*\n", ended.err), ended.err
+    assert one_line(ended.err) and re.search(words, one_line(ended.err)), ended.err
 
 
 # === The run is killed, stopped or has no room ===============================================
@@ -338,7 +338,7 @@ def malicious_checkpoint(script):
     state = dict(script=script.SCRIPT, args=asdict(script.Args()), iteration=Malicious())
     old = saved(state, _use_new_zipfile_serialization=False)
     for checkpoint in (saved(state), old, pickle.dumps(state, 2)):
-        refused(script, checkpoint, "is no readable checkpoint")
+        refused(script, checkpoint, "cannot be loaded")
         assert not Path("it-ran").exists()
 
 
@@ -346,7 +346,7 @@ def malicious_checkpoint(script):
 def torn_checkpoint(script):
     whole = saved(dict(script=script.SCRIPT, args=asdict(script.Args())))
     for size in (0, len(whole) // 2, len(whole) - 1):
-        refused(script, whole[:size], "is no readable checkpoint")
+        refused(script, whole[:size], "cannot be loaded")
 
 
 @fault
@@ -369,10 +369,12 @@ def misfit_checkpoint(script):
         layouts += [whole | {part: {"of": ["before"]}}] if isinstance(whole[part], dict) else []
         for state in layouts:
             torch.save(state, run_dir / "checkpoint.pt")
-            assert_one_line(run(script, "--resume", run_dir, sabotage=partial(later, 1)), "does not fit")
+            assert_one_line(run(script, "--resume", run_dir, sabotage=partial(later, 1)), "cannot be loaded")
     torch.save(whole, run_dir / "checkpoint.pt")
     if script in MISFITS:
-        assert_one_line(run(script, "--resume", run_dir, *MISFITS[script]), "does not fit the flags")
+        assert_one_line(
+            run(script, "--resume", run_dir, *MISFITS[script]), "cannot be loaded with these flags"
+        )
     assert sorted(run_dir.iterdir()) == before
 
 
@@ -404,7 +406,7 @@ def minibatch_of_one_step(script):
 
 UNHARMED = 0, r"(?s)\A(?!.*Warning)"
 NOT_FINITE = 1, r"(?m)^iteration [2-6]: \{.*\} are not finite; last good checkpoint: \S+, of iteration [1-5]$"
-STALLS = 1, r'error: \S+: a step takes longer than 1 s:\n(?s:.*)probes.py", line \d+, in '
+STALLS = 1, r'(?s)(?=.*error: \S+: a step takes longer than 1 s\n).*probes.py", line \d+ in '
 ENDS = {  # exit code and words
     "raises": (1, "(?s)Traceback.*probes.py.*ZeroDivisionError: the environment's own mistake"),
     "hangs": STALLS,
@@ -451,7 +453,7 @@ def environment(fault, script, **more):
 FAULTS |= {name: partial(environment, name) for name in ENDS}
 FAULTS["nan-before-learning"] = partial(environment, "nan-observations", learning_starts=200)
 ONLY = {"nan-before-learning": ["ngu_r2d2"]}  # the others learn from the first rollout
-ONLY |= {"wandb-unreachable": ["ppo"]}  # the Logger is the same in all, word for word: test_sync.py
+ONLY |= {"wandb-unreachable": ["ppo"]}  # its functions are the same in all, word for word: test_sync.py
 ONLY |= {"torn-checkpoint": ["ppo_shared"], "foreign-checkpoint": ["ppo_shared"]}
 CELLS = [(fault, name) for fault in FAULTS for name in ONLY.get(fault, ALL)]
 

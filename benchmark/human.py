@@ -1,0 +1,75 @@
+"""Returns of Atari runs on the scale of human play: 0 % is random play, 100 % a human's.
+
+    python benchmark/human.py runs/NAME [runs/NAME ...]
+
+It takes the mean of a run's last 100 episodes, or the tasks/ of a run of several games, and prints the median
+and the mean of what is capped at 100 %. Scores of random and human play are those of table C.1 of Espeholt
+et al. 2018 (https://arxiv.org/abs/1802.01561), in published/atari_random_human.csv.
+"""
+
+import csv
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+SCORES = Path(__file__).with_name("published") / "atari_random_human.csv"
+
+
+@dataclass
+class Args:
+    runs: tyro.conf.Positional[tuple[Path, ...]]  # run folders
+
+
+def bounds() -> dict[str, tuple[float, float]]:
+    """Scores of random and of human play, by game."""
+    with open(SCORES) as file:
+        return {row["game"]: (float(row["random"]), float(row["human"])) for row in csv.DictReader(file)}
+
+
+def human_normalized(returns: dict[str, float]) -> dict[str, float]:
+    """100 (return - random) / (human - random) by environment id; of ids that are Atari games."""
+    found, scores = {}, bounds()
+    for env_id, episodic_return in returns.items():
+        game = re.sub(r"^ALE/|NoFrameskip|-v\d+$", "", env_id)
+        if game in scores:
+            random, human = scores[game]
+            found[env_id] = 100 * (episodic_return - random) / (human - random)
+    return found
+
+
+def last_returns(run: Path) -> dict[str, float]:
+    """Mean return by environment id, from a run's TensorBoard events."""
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
+    tasks = [tag for tag in events.Tags()["scalars"] if tag.startswith("tasks/")]
+    if tasks:
+        return {tag.removeprefix("tasks/"): events.Scalars(tag)[-1].value for tag in tasks}
+    if "charts/episodic_return" not in events.Tags()["scalars"]:
+        print(f"human.py: error: {run} has no episodes", file=sys.stderr)
+        sys.exit(2)
+    env_id = run.resolve().name.split("__")[0].replace("ALE-", "ALE/")
+    return {
+        env_id: float(np.mean([event.value for event in events.Scalars("charts/episodic_return")[-100:]]))
+    }
+
+
+def main():
+    percent = {}
+    for run in tyro.cli(Args).runs:
+        returns = last_returns(run)
+        percent |= human_normalized(returns)
+    for env_id, x in percent.items():
+        print(f"{env_id}: {x:.1f} %")
+    if not percent:
+        print("human.py: error: no run is of an Atari game", file=sys.stderr)
+        sys.exit(2)
+    values = np.array(list(percent.values()))
+    print(f"median {np.median(values):.1f} %, mean of what is capped {values.clip(max=100).mean():.1f} %")
+
+
+if __name__ == "__main__":
+    main()
