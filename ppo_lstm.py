@@ -527,7 +527,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
                 rewards[t, cut] += args.gamma * value[0].cpu().numpy()
 
         # 2. advantages
-        # differs from ppo.py: recurrent, and environments stay apart
+        # differs from ppo_atari.py: recurrent, and environments stay apart
         batch = dict(obs=obs, starts=starts, actions=actions, logprobs=logprobs, values=values)
         after = torch.as_tensor(next_obs, device=args.device)[None]
         next_value = agent(after, state, torch.zeros_like(starts[:1]))[1][0].cpu().numpy()

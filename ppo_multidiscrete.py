@@ -498,7 +498,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
                 rewards[t, cut] += args.gamma * agent(final_obs, masks[t, cut])[1].cpu().numpy()
 
         # 2. advantages
-        # differs from ppo.py: masks, which values do not need
+        # differs from ppo_atari.py: masks, which values do not need
         batch = dict(obs=obs, actions=actions, masks=masks, logprobs=logprobs, values=values)
         next_value = agent(torch.as_tensor(next_obs, device=args.device), masks[-1])[1].cpu().numpy()
         advantages = compute_gae(
