@@ -60,8 +60,8 @@ def test_environment_that_raises_ends_the_run_with_its_own_traceback(script):
 @pytest.mark.parametrize("flag", ["--no-sync", "--sync"])
 def test_environment_that_hangs_is_named_and_ends_the_run(script, flag):
     flags = ("probes:Hang-v0", "--stall-seconds", 2, "--save-every", 1, flag)
-    done = ended(script, *flags, code=1, words="Hang-v0: a step takes longer than 2 s:\n")
-    assert "in step" in done.stderr and "time.sleep" in done.stderr
+    done = ended(script, *flags, code=1, words="Hang-v0: a step takes longer than 2 s\n")
+    assert re.search(r'probes.py", line \d+ in reward', done.stderr)
     (run_dir,) = Path("runs").iterdir()
     assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"] > 0
 
@@ -122,7 +122,7 @@ def test_non_finite_loss_stops_the_run(script):
 def test_published_agent_is_a_copy(script):
     """What the learner does to its parameters afterwards does not reach the actors."""
     args = small(script, sync=True)
-    actors = script.Actors(args, 0)
+    actors = script.Actors(args)
     agent = script.Agent(actors.envs, args)
     actors.publish(agent, 3)
     acting, version = actors.published
@@ -151,10 +151,10 @@ def test_defaults_are_on_policy_in_turn_and_one_version_behind_beside_the_learne
     [
         (
             dict(num_envs=12, num_actors=3, batch_unrolls=2, sync=False),
-            "up to 6 versions behind the learner instead of 1",
+            "up to 6 versions behind the",
         ),
-        (dict(num_envs=4, batch_unrolls=2, sync=False), "up to 2 versions behind the learner instead of 1"),
-        (dict(num_envs=4, batch_unrolls=2, sync=True), "up to 1 versions behind the learner instead of 0"),
+        (dict(num_envs=4, batch_unrolls=2, sync=False), "up to 2 versions behind the"),
+        (dict(num_envs=4, batch_unrolls=2, sync=True), "up to 1 versions behind the"),
     ],
 )
 def test_geometry_with_more_lag_is_told_once(script, flags, words, capsys):
@@ -168,9 +168,17 @@ def test_geometry_with_more_lag_is_told_once(script, flags, words, capsys):
         assert [x for _, x in lags] == [0, 1, 0, 1, 0]
 
 
+def group_of(script, env_id):
+    """Two environments that have begun."""
+    args = small(script, env_id=env_id, num_envs=4)
+    group = script.Group(env_id, args, 2) if script is impala_vtrace else script.Group(args, 2)
+    group.reset(seed=3)
+    return group
+
+
 def test_length_of_a_game_is_in_frames_and_of_the_rest_in_steps(script):
     """CleanRL counts every frame of the emulator, those of no-ops too: as ppo_atari.py does."""
-    group = script.Group("BreakoutNoFrameskip-v4", small(script), 2, seed=3)
+    group = group_of(script, "BreakoutNoFrameskip-v4")
     frames, lengths, expected, rng = np.zeros(2), [], [], np.random.default_rng(0)
     info, receive = {}, group.envs.recv
     group.envs.recv = lambda: (step := receive(), info.update(step[-1]))[0]
@@ -179,27 +187,34 @@ def test_length_of_a_game_is_in_frames_and_of_the_rest_in_steps(script):
         frames[:] = info.get("episode_frame_number", 0)
         _, episodes = group.receive()
         ended = info["episode_frame_number"] < frames
-        lengths += [length for _, length in episodes]
+        lengths += [episode["charts/episodic_length"] for episode in episodes]
         expected += frames[ended].tolist()  # and the 1 to 4 frames of the last action
     assert len(lengths) == len(expected) >= 4
     assert all(1 <= ours - before <= 4 for ours, before in zip(lengths, expected, strict=True))
-    group = script.Group("Count-v0", small(script), 2, seed=3)
+    group = group_of(script, "Count-v0")
     episodes = []
     for _ in range(10):
         group.send(np.zeros(2, int))
         episodes += group.receive()[1]
-    assert [length for _, length in episodes] == [5] * 4
+    assert [episode["charts/episodic_length"] for episode in episodes] == [5] * 4
 
 
 def test_final_observation_has_the_type_of_the_others(script):
     """Whatever type an environment answers in: the batch's rows take it in their place."""
-    args = small(script, sync=True, bootstrap_truncated=True)
-    actors = script.Actors(args, 0)
+    args = small(script, sync=True, bootstrap_truncated=True, num_steps=8)
+    actors = script.Actors(args)
     (actor,), agent = actors.members, script.Agent(actors.envs, args)
-    group, unrolls = actor.groups[0], script.Unrolls(args, agent, actors.row)
-    unrolls.episodes, group.cut = [], np.array([False, True])
-    unrolls.data["cuts"].fill(())
-    group.receive = lambda: (np.ones((2, 4), np.float64), [])
-    actor.receive(group, 3, unrolls)
-    (nothing, ((row, obs),)), *_ = unrolls.data["cuts"]
-    assert nothing == () and row == 3 and obs.dtype == np.float32 and obs.tolist() == [1] * 4
+    actors.start(agent, 0, seed=1)
+    for group in actor.groups:
+        receive = group.receive
+
+        def cut(group=group, receive=receive):
+            receive()
+            group.cut = np.array([False, True])
+            return np.ones((2, 4), np.float64), []
+
+        group.receive = cut
+    batch = actors.receive()
+    (nothing, found), *_ = batch[0].data["cuts"]
+    assert nothing == () and len(found) == 8
+    assert all(obs.dtype == np.float32 and obs.tolist() == [1] * 4 for _, obs in found)
