@@ -44,7 +44,6 @@ def map_encoder(kind: str, shape: tuple[int, ...], num_features: int) -> torch.n
     return torch.nn.Sequential(*layers, torch.nn.Linear(96, num_features), relu)
 
 
-ngu_r2d2.encoder = map_encoder
 HEAD = ["agent", "seed", "steps", "embedding", "episodes", "cells_mean", "cells_std", "length_mean"]
 
 
@@ -92,6 +91,7 @@ def of_walk(avoids_walls: bool, episodes: int) -> tuple[list, list[tuple[int, in
 
 
 def main():
+    ngu_r2d2.encoder = map_encoder
     if sys.argv[1:2] == ["train"]:
         del sys.argv[1]
         ngu_r2d2.train(ngu_r2d2.parse_args(), ngu_r2d2.stop_at_signals())

@@ -18,7 +18,7 @@ from conftest import OTHERS, SCRIPTS, scalars
 
 import benchmark.tasks  # noqa: F401  registers the maze
 import ngu_r2d2
-from benchmark import compare
+from benchmark import compare, disco
 from benchmark.suites import SUITES, Row, Target
 
 ROOT = Path(__file__).parent.parent
@@ -307,10 +307,11 @@ def test_the_disco_maze_is_the_papers():
     assert terminated and not truncated and info["cells"] == 1
 
 
-def test_disco_counts_the_cells_of_agents_and_walks():
+def test_disco_counts_the_cells_of_agents_and_walks(monkeypatch):
     args = ngu_r2d2.Args(env_id="benchmark.tasks:RandomDiscoMaze-v0", num_envs=4, total_timesteps=400)
     args = replace(args, num_policies=1, rnd=False, burn_in=0, unroll=8, period=8, learning_starts=64)
     args = replace(args, train_embedding=False, batch_sequences=2, hidden_size=16, device="cpu")
+    monkeypatch.setattr(ngu_r2d2, "encoder", disco.map_encoder)
     run_dir = ngu_r2d2.train(args)
     program = [sys.executable, ROOT / "benchmark/disco.py", "--csv", "disco.csv", "--episodes"]
     subprocess.run([*program, "20", run_dir], check=True, capture_output=True, timeout=600)

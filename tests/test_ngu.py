@@ -15,6 +15,7 @@ import torch
 from conftest import scalars
 
 import ngu_r2d2
+from benchmark import disco
 from ngu_r2d2 import (
     Actor,
     Agent,
@@ -344,6 +345,7 @@ def test_actor_draws_and_says_with_what_probability():
         q = torch.tensor([[[0.0, 2.0, 1.0], [3.0, 1.0, 2.0]]])
         run.actor.agent = lambda inputs, state: (q, state)
         run.actor.agent.num_actions, run.actor.agent.features = 3, lambda obs, where: obs
+        run.actor.agent.kind = "vector"
         for _ in range(2000):
             arrival, _, _ = run.actor.step(epsilon, run.rng)
             for n, action in enumerate(arrival["last_actions"]):
@@ -589,12 +591,12 @@ def test_training_refreshes_the_embedding_that_acts():
 def test_things_on_a_grid_become_channels():
     """Three numbers a cell, below 11: 33 channels, a one where the number is; not so pixels and vectors."""
     grid = torch.randint(0, 11, (2, 3, 7, 7), dtype=torch.uint8)
-    x = ngu_r2d2.scaled(grid)
+    x = ngu_r2d2.scaled(grid, "grid")
     assert x.shape == (2, 33, 7, 7) and x.sum().item() == grid.numel()
     assert x[1, 11 + int(grid[1, 1, 4, 5]), 4, 5] == 1 and x[0, 22 + int(grid[0, 2, 0, 6]), 0, 6] == 1
     pixels = torch.randint(0, 256, (2, 1, 84, 84), dtype=torch.uint8)
-    assert torch.equal(ngu_r2d2.scaled(pixels), pixels / 255)
-    assert torch.equal(ngu_r2d2.scaled(torch.ones(2, 4, dtype=torch.float64)), torch.ones(2, 4))
+    assert torch.equal(ngu_r2d2.scaled(pixels, "pixels"), pixels / 255)
+    assert torch.equal(ngu_r2d2.scaled(torch.ones(2, 4, dtype=torch.float64), "vector"), torch.ones(2, 4))
 
 
 @torch.no_grad()
@@ -604,19 +606,18 @@ def test_a_ball_moves_the_features_of_pixels():
     frames = torch.full((64, 1, 84, 84), 87 / 255)
     for frame, (row, column) in zip(frames, torch.randint(10, 74, (64, 2)).tolist(), strict=True):
         frame[0, row : row + 2, column] = 236 / 255
-    assert ngu_r2d2.encoder((1, 84, 84), 128)(frames).std(0).mean() > 0.003
+    assert ngu_r2d2.encoder("pixels", (1, 84, 84), 128)(frames).std(0).mean() > 0.003
 
 
 @torch.no_grad()
 def test_maps_show_what_is_next_to_the_agent_wherever_it_is_and_where_it_is():
     x = torch.zeros(2, 1, 21, 21)
     x[0, 0, 5, 5] = x[1, 0, 10, 13] = 1.0
-    a, b = ngu_r2d2.encoder((1, 21, 21), 8)[:5](x)
+    a, b = disco.map_encoder("grid", (1, 21, 21), 8)[:5](x)
     assert torch.equal(a[:32], b[:32]) and len(a) == 3 * 32
     assert not torch.allclose(a[32:], b[32:], atol=1e-3)
-    assert not any(isinstance(layer, ngu_r2d2.Peaks) for layer in ngu_r2d2.encoder((33, 7, 7), 8))
     x *= 100  # a softmax of one place alone: its row and column, from -5 to 5
-    peaks = ngu_r2d2.Peaks()(x)
+    peaks = disco.Peaks()(x)
     expected = torch.tensor([[100, -2.5, -2.5], [100, 0, 1.5]])
     torch.testing.assert_close(peaks, expected)
 
@@ -863,6 +864,7 @@ class Fixed(torch.nn.Module):
     def __init__(self, q):
         super().__init__()
         self.q, self.at, self.num_actions, self.seen = torch.nn.Parameter(q), 0, q.shape[-1], []
+        self.kind = "vector"
 
     def features(self, obs, where):
         return torch.zeros(where.shape)
