@@ -91,6 +91,9 @@ def main():
             pipes = dict(cwd=folder / script, stdout=log, stderr=subprocess.STDOUT, env=environment)
             processes[script] = psutil.Popen(command, **pipes)
         processes[script].nice(19)
+    for script, process in processes.items():  # a script that starts slowly is not measured before it trains
+        while not list((folder / script).glob("runs/*/events*")) and process.poll() is None:
+            time.sleep(0.1)
     start = time.monotonic()
     try:
         for part in range(1, PARTS + 1):

@@ -27,7 +27,7 @@ def agent_after(script, env_id, steps, **flags):
     args = small_args(script, env_id=env_id, total_timesteps=steps, **flags)
     run_dir = script.train(args)
     agent = script.Agent(script.make_env(args, 1))
-    agent.load_state_dict(script.load_checkpoint(run_dir)["agent"])
+    script.load_checkpoint(run_dir, dict(agent=agent))
     return agent, run_dir
 
 

@@ -39,11 +39,15 @@ def train(name):
     mine = slice(script.RANK * share, (script.RANK + 1) * share)
     draws, made = np.random.default_rng(0), script.make_env
 
-    def noise(self, T, N):
-        size = self.act_dim if name == "ppo_continuous" else self.num_actions
-        return np.random.default_rng(0).gumbel(size=(T, envs, size)).astype(np.float32)[:, mine]
+    def exponential(self):  # the noise of a rollout (T, N, num_actions), whoever acts in NumPy
+        drawn = np.random.default_rng(0).exponential(size=(len(self), envs, self.shape[2]))
+        return self.copy_(torch.from_numpy(drawn[:, mine]))
 
-    def sample(self):  # as noise(), for those that draw in every step
+    def normal(T, N, size):  # the same for Gaussian actions
+        drawn = np.random.default_rng(0).normal(size=(T, envs, size)).astype(np.float32)
+        return torch.from_numpy(drawn[:, mine])
+
+    def sample(self):  # the same for those that draw in every step
         axis = self.logprobs.ndim - 2 - (name == "ppo_multidiscrete")  # of the environments
         shape = list(self.logprobs.shape)
         shape[axis] = envs
@@ -61,9 +65,8 @@ def train(name):
             super().__init__(envs)
             agents.append(self)
 
-    if hasattr(script.Agent, "noise"):
-        script.Agent.noise = noise
-    else:
+    torch.Tensor.exponential_, torch.randn = exponential, normal
+    if not hasattr(script.Agent, "actor_in_numpy"):
         script.Categorical.sample = sample
     if hasattr(script, "RunningNorm"):  # statistics are merged after each rollout only: leave them at 0 and 1
         update_norm, script.RunningNorm.update = script.RunningNorm.update, lambda self, x: None
@@ -81,7 +84,7 @@ def train(name):
     for recorded in (agents, sums, seeds, gradients):
         recorded.clear()
     if script.WORLD_SIZE > 1:  # the first one has begun the group of processes, and ends it
-        torch.distributed.init_process_group = torch.distributed.destroy_process_group = lambda: None
+        torch.distributed.init_process_group = torch.distributed.destroy_process_group = lambda *_: None
 
 
 register_optimizer_step_pre_hook(gradient)

@@ -1,7 +1,6 @@
 """Auxiliary detail 2, parallel gradients, and several learners with actors: torchrun with two processes."""
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -21,7 +20,12 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def run(*command, **more):
-    subprocess.run(command, env=ENVIRONMENT, check=True, timeout=600, capture_output=True, **more)
+    """Once more if another torchrun has taken the port that this one had found free."""
+    for _ in range(3):
+        done = subprocess.run(command, env=ENVIRONMENT, timeout=600, capture_output=True, text=True, **more)
+        if done.returncode == 0 or "EADDRINUSE" not in done.stderr:
+            break
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")
@@ -135,12 +139,15 @@ def saved_iteration(run_dir: Path, above: int = 0) -> int:
     return iteration
 
 
+def words(text):
+    """Of what tyro draws a box around."""
+    return " ".join(text.replace("│", " ").split())
+
+
 def test_processes_must_divide_the_environments():
     command = [*TORCHRUN, ROOT / "ppo.py", "--num-envs", "3"]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
-    assert (
-        re.search("error: the 2 processes of torchrun must divide num_envs", done.stderr) and not os.listdir()
-    )
+    assert "the 2 processes of torchrun must divide num_envs" in words(done.stderr) and not os.listdir()
 
 
 def decoupled(name, folder, *flags, processes=1):
@@ -178,8 +185,9 @@ def test_two_optimizers_that_keep_unequal_numbers_do_what_one_does(tmp_path):
 
 
 def test_two_optimizers_that_keep_unequal_numbers_make_as_many_updates(tmp_path):
-    """16 and 64 samples, of which a share of 0.8 goes into 6 minibatches: chunks would be 5 and 6."""
-    flags = ("unequal", "--num-minibatches", "6", "--sample-reuse", "0.8", "--norm-adv")
+    """32 and 128 samples, of which a share of 0.8 goes into 8 minibatches: chunks would be 7 and 8."""
+    flags = "unequal --num-steps 32 --total-timesteps 1280 --num-minibatches 8 --sample-reuse 0.8 --norm-adv"
+    flags = flags.split()
     first, second = decoupled("ppo_async", tmp_path / "two", *flags, processes=2)
     assert len(first) == 6 and torch.equal(first, second) and len(first.unique(dim=0)) == 6
 
@@ -206,5 +214,5 @@ def test_never_give_up_in_two_processes(tmp_path):
 def test_processes_must_divide_the_sequences_of_a_batch():
     command = [*TORCHRUN, ROOT / "ngu_r2d2.py", "--batch-sequences", "3"]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
-    message = "error: the 2 processes of torchrun must divide batch_sequences"
-    assert re.search(message, done.stderr) and not os.listdir()
+    message = "the 2 processes of torchrun must divide batch_sequences"
+    assert message in words(done.stderr) and not os.listdir()
