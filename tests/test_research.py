@@ -1,0 +1,52 @@
+"""docs/your-research.md: each of its diffs applies to today's ppo.py, is short, trains, and does what it says."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import scalars
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs/your-research.md").read_text()
+PARTS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+ENVIRONMENT = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
+
+
+def trained(steps, part=None):
+    """The folder of a run of ppo.py, with the diff of a part, on the page's own environment."""
+    Path("ppo.py").write_text((ROOT / "ppo.py").read_text())
+    Path("corridor.py").write_text(ENVIRONMENT)
+    if part:
+        diff = re.search(r"```diff\n(.*?)```", PARTS[part], re.DOTALL)[1]
+        changed = [line for line in diff.splitlines() if re.match(r"[+-](?![+-])", line)]
+        assert 0 < len(changed) <= 15
+        subprocess.run(["git", "apply", "-"], input=diff, text=True, check=True)
+    command = [sys.executable, "ppo.py", "--env-id", "corridor:Corridor-v0", "--total-timesteps", str(steps)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip())
+
+
+def test_an_environment_of_ones_own():
+    """Learned: ten steps to the end of the corridor, where a random walk takes a hundred or does not arrive."""
+    run_dir = trained(30_000)
+    lengths = [x for _, x in scalars(run_dir, "charts/episodic_length")]
+    assert sum(lengths[-50:]) / 50 < 15 < 40 < sum(lengths[:50]) / 50
+    assert [x for _, x in scalars(run_dir, "charts/is_success")][-50:] == [1.0] * 50
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if "```diff" in PARTS[part]])
+def test_a_diff_applies_and_trains(part):
+    run_dir = trained(4096, part)
+    assert len(scalars(run_dir, "losses/policy_loss")) == 8
+    tags = {"A success rate": "charts/success_rate", "An auxiliary loss": "losses/reconstruction_loss"}
+    if tag := tags.get(part):
+        assert len(scalars(run_dir, tag)) > 1
+    if part == "A bonus on the reward":  # the value is that of the bonus, too; the return that is logged is not
+        assert max(x for _, x in scalars(run_dir, "charts/episodic_return")) <= 1
+
+
+def test_there_are_five_changes():
+    assert len(PARTS) == 5 and sum("```diff" in part for part in PARTS.values()) == 4
