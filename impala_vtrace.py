@@ -733,7 +733,9 @@ class Actors:
         self.is_closing = True
         self.room.release(2 * len(self.members))
         for thread in self.threads:
-            thread.join()
+            while thread.is_alive():
+                thread.join(1)
+                self.look_for_stalls()
 
 
 # === Replay ==================================================================================

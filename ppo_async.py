@@ -614,7 +614,9 @@ class Actors:  # differs from impala_vtrace.py: one task, and values instead of 
         self.is_closing = True
         self.room.release(2 * len(self.members))
         for thread in self.threads:
-            thread.join()
+            while thread.is_alive():
+                thread.join(1)
+                self.look_for_stalls()
 
 
 def beyond_time_limits(agent: Agent, cuts: np.ndarray, args: Args) -> np.ndarray:

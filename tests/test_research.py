@@ -1,4 +1,4 @@
-"""docs/your-research.md: each of its diffs applies to today's ppo.py, is short, trains, and does what it says."""
+"""docs/your-research.md: each of its diffs applies to today's ppo.py, is short, and trains."""
 
 import re
 import subprocess
@@ -30,7 +30,7 @@ def trained(steps, part=None):
 
 
 def test_an_environment_of_ones_own():
-    """Learned: ten steps to the end of the corridor, where a random walk takes a hundred or does not arrive."""
+    """Learned: ten steps to the end of the corridor, where a random walk takes many times as many."""
     run_dir = trained(30_000)
     lengths = [x for _, x in scalars(run_dir, "charts/episodic_length")]
     assert sum(lengths[-50:]) / 50 < 15 < 40 < sum(lengths[:50]) / 50
@@ -44,7 +44,9 @@ def test_a_diff_applies_and_trains(part):
     tags = {"A success rate": "charts/success_rate", "An auxiliary loss": "losses/reconstruction_loss"}
     if tag := tags.get(part):
         assert len(scalars(run_dir, tag)) > 1
-    if part == "A bonus on the reward":  # the value is that of the bonus, too; the return that is logged is not
+    if (
+        part == "A bonus on the reward"
+    ):  # the value is that of the bonus, too; the return that is logged is not
         assert max(x for _, x in scalars(run_dir, "charts/episodic_return")) <= 1
 
 
