@@ -29,6 +29,31 @@ SCRIPTS |= {"ppo_lstm": ppo_lstm, "ppo_multidiscrete": ppo_multidiscrete}
 OTHERS = {"impala_vtrace": impala_vtrace, "ppo_async": ppo_async, "ngu_r2d2": ngu_r2d2}
 
 
+# Beginnings of the names of tests that take more than about two seconds.
+SLOW = """
+test_async.py::test_asynchronous test_async.py::test_in_turn test_async.py::test_mistakes
+test_atari_envs.py::test_frame_by_frame test_benchmark.py::test_a_stopped test_benchmark.py::test_disco
+test_benchmark.py::test_run test_benchmark.py::test_stop test_benchmark.py::test_the_planted
+test_benchmark.py::test_unknown test_benchmark.py::test_staleness test_benchmark.py::test_the_disco
+test_contract.py::test_atari_evaluation test_contract.py::test_camera test_contract.py::test_checkpoint
+test_contract.py::test_compile test_contract.py::test_copy test_contract.py::test_evaluation
+test_contract.py::test_flags_change test_contract.py::test_killed test_contract.py::test_nothing
+test_contract.py::test_numbers test_contract.py::test_same_seed test_contract.py::test_signal
+test_contract.py::test_stopped test_contract.py::test_tracking test_contract.py::test_video
+test_decoupled.py test_details_23_37.py::test_detail_3 test_faults.py test_gpu.py
+test_impala.py::test_asynchronous test_impala.py::test_atari test_impala.py::test_mistakes
+test_impala.py::test_three_games test_learning.py::test_task_is_learned test_ngu.py::test_a_full_replay
+test_ngu.py::test_images test_processes.py test_readme.py::test_commands test_report.py test_research.py
+test_speed.py test_tune.py test_watch.py
+""".split()
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.nodeid.removeprefix("tests/").startswith(tuple(SLOW)):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def in_empty_folder(tmp_path, monkeypatch):
     """Logs of runs that a test cuts off are closed: their threads would write into a folder that is gone."""

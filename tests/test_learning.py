@@ -21,7 +21,7 @@ BOUNDS = {
     ("best_continuous_action", "error"): 0.1,
     ("best_continuous_action", "return"): 0.8,
     ("three_components", "return"): 9.5,
-    ("hidden_velocities", "length"): 300,
+    ("hidden_velocities", "length"): 250,
 }
 MEASURES = pytest.mark.parametrize(
     "task,script", learning.MEASURES, ids=[f"{task.__name__}-{x.SCRIPT}" for task, x in learning.MEASURES]

@@ -112,7 +112,7 @@ def check_tensorboard(command, clone):
         deadline, found = time.time() + 300, {}
         while not found:
             with urllib.request.urlopen(f"{url}data/plugin/scalars/tags") as page:
-                found = {run: tags for run, tags in json.load(page).items() if "Acrobot" in run}
+                found = {run: tags for run, tags in json.load(page).items() if "CartPole" in run}
             assert time.time() < deadline
             time.sleep(0.5)
         assert any("charts/SPS" in tags for tags in found.values())
