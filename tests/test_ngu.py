@@ -1059,6 +1059,15 @@ def test_every_combination_trains(kind, bonus):
     assert np.isfinite(scalars(run_dir, "losses/td_loss")).all() and scalars(run_dir, "losses/td_loss")
 
 
+@pytest.mark.parametrize("every,is_same", [(1, True), (10**6, False)])
+def test_target_network_is_the_agent_of_some_updates_ago(every, is_same):
+    run_dir = ngu_r2d2.train(small(target_every=every))
+    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    same = [torch.equal(x, state["target_agent"][name]) for name, x in state["agent"].items()]
+    assert state["updates"] > 20 and len(same) > 10
+    assert all(same) if is_same else not all(same)
+
+
 @pytest.mark.parametrize("save_replay", [False, True])
 def test_replay_is_saved_on_demand_and_else_built_anew(save_replay):
     run_dir = ngu_r2d2.train(small(save_replay=save_replay))
