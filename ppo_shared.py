@@ -397,6 +397,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
                 save_checkpoint(run_dir, args, parts, iteration=saved, last_returns=last_returns)
         if signum:
             sys.exit(128 + signum)
+    envs.close()
     if RANK == 0:
         bar.close()
         writer.close()

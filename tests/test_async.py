@@ -96,6 +96,9 @@ def test_in_turn_it_is_the_update_of_ppo_atari(monkeypatch):
         def reset(self, seed):
             return data["obs"][0], {}
 
+        def close(self):
+            pass
+
         def step(self, actions):
             assert np.array_equal(actions, data["actions"][self.t])
             rewards, ended = np.sign(data["rewards"][self.t]), data["dones"][self.t] > 0
