@@ -30,8 +30,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -568,12 +567,12 @@ class Actor:
         self.args, self.env_id = args, env_id
         self.groups = [Group(env_id, args, args.group_size) for _ in range(2)]
         self.waited, self.steps = 0.0, 0  # seconds that it waited for room, environment steps
-        self.since = np.inf  # when it began to wait for the environments; infinite if it does not
+        self.stall_limit = StallLimit(env_id, args.stall_seconds)
 
     def reset(self, agent: Agent, seed: int):
         self.states = [agent.initial_state(self.args.group_size) for _ in self.groups]
         for k, group in enumerate(self.groups):
-            with alarm_after(self.args.stall_seconds):
+            with self.stall_limit:
                 group.reset(seed + k * self.args.group_size)
 
     @torch.no_grad()  # which counts for one thread alone
@@ -597,10 +596,8 @@ class Actor:
 
     def receive(self, group: Group, t: int, unrolls: Unrolls):
         """The next row of a group, and what it says of ended episodes."""
-        self.since = time.monotonic()
-        with alarm_after(self.args.stall_seconds if self.args.sync else 0):  # in turn, nobody else can look
+        with self.stall_limit:
             final_obs, episodes = group.receive()
-        self.since = np.inf
         unrolls.episodes += [(t, episode) for episode in episodes]
         for n in group.cut.nonzero()[0] if self.args.bootstrap_truncated else ():
             unrolls.data["cuts"][0, n] += ((t, np.array(final_obs[n], group.row["obs"].dtype)),)
@@ -690,24 +687,12 @@ class Actors:
                 for unrolls in actor.unroll(agent, version):
                     self.unrolls.put(unrolls)
                 self.turn += 1
-            try:
-                batch.append(self.unrolls.get(timeout=1))
-            except queue.Empty:
-                self.look_for_stalls()
-            if batch and isinstance(batch[-1], BaseException):
+            batch.append(self.unrolls.get())
+            if isinstance(batch[-1], BaseException):
                 raise batch[-1]
         self.waited += time.monotonic() - start
         self.room.release(len(batch))
         return batch
-
-    def look_for_stalls(self):
-        """Ends the process if an actor waits too long for its environments, and shows where threads are."""
-        for actor in self.members:
-            if time.monotonic() - actor.since > self.args.stall_seconds:
-                slow = f"{actor.env_id}: a step takes longer than {self.args.stall_seconds} s"
-                print(f"{SCRIPT}.py: error: {slow}", file=sys.stderr)
-                faulthandler.dump_traceback()
-                os._exit(1)
 
     def totals(self) -> dict[str, float]:
         """Sums since the start: seconds, seconds of waiting, environment steps, lengths of the queue."""
@@ -733,9 +718,7 @@ class Actors:
         self.is_closing = True
         self.room.release(2 * len(self.members))
         for thread in self.threads:
-            while thread.is_alive():
-                thread.join(1)
-                self.look_for_stalls()
+            thread.join()
 
 
 # === Replay ==================================================================================
@@ -954,17 +937,28 @@ def average_with_neighbor(flat: Tensor):
     flat.lerp_(received, 0.5)
 
 
-@contextmanager
-def alarm_after(seconds: int) -> Iterator[None]:
-    """Sends SIGALRM, for which end_at_alarm() waits, if a block takes longer. Windows has no such signal."""
-    set_alarm = getattr(signal, "alarm", None)
-    if set_alarm:
-        set_alarm(seconds)
-    try:
-        yield
-    finally:
-        if set_alarm:
-            set_alarm(0)
+class StallLimit:
+    """Ends the process if a block within it takes longer than so many seconds, and shows where it hangs."""
+
+    def __init__(self, env_id: str, seconds: int):
+        self.seconds, self.began = seconds, np.inf
+        self.message = f"{SCRIPT}.py: error: {env_id}: a step takes longer than {seconds} s"
+        threading.Thread(target=self.look, daemon=True).start()
+
+    def __enter__(self):
+        self.began = time.monotonic()
+
+    def __exit__(self, *_):
+        self.began = np.inf
+
+    def look(self):
+        while time.monotonic() - self.began < self.seconds:
+            # If C code keeps Python's lock, this thread cannot look; faulthandler needs no lock.
+            faulthandler.dump_traceback_later(3 * self.seconds, exit=True, file=2)
+            time.sleep(1)
+        faulthandler.dump_traceback(file=2)
+        print(self.message, file=sys.stderr)
+        os._exit(1)
 
 
 # === Evaluation ==============================================================================
@@ -1077,26 +1071,6 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[s
 # === Main ====================================================================================
 
 
-def end_at_alarm(args: Args):
-    """Ends the process when alarm_after() goes off: faulthandler shows where it hangs, even within C code."""
-    if not hasattr(signal, "SIGALRM"):
-        return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.set_wakeup_fd(writer)  # Python writes the number of each signal that arrives
-    faulthandler.register(signal.SIGALRM, file=2, chain=True)
-
-    def wait():
-        while signal.SIGALRM not in os.read(reader, 1):
-            pass
-        slow = f"{args.env_id}: a step takes longer than {args.stall_seconds} s"
-        print(f"{SCRIPT}.py: error: {slow}", file=sys.stderr)
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 def stop_at_signals() -> list[int]:
     """A list to which SIGINT and SIGTERM are appended. A second one ends the process at once."""
     stop = []
@@ -1117,5 +1091,4 @@ if __name__ == "__main__":
         returns = evaluate(args)
         print(f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes")
     else:
-        end_at_alarm(args)
         train(args, stop_at_signals())

@@ -30,8 +30,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -280,7 +279,8 @@ class Envs:
         self.envs, self.num_policies = make_env(args, num_envs, video_dir), num_policies
         self.is_atari = isinstance(self.envs, AtariVectorEnv)
         self.video_dir, self.video = video_dir if self.is_atari else None, []
-        with alarm_after(args.stall_seconds):
+        self.stall_limit = StallLimit(args.env_id, args.stall_seconds)
+        with self.stall_limit:
             obs, _ = self.envs.reset(seed=seed)
         if self.video_dir:
             self.envs.camera.reset(seed=seed)
@@ -918,7 +918,7 @@ class Actor:  # differs from impala_vtrace.py: one group, epsilon-greedy, with n
         q, self.state = self.agent(inputs, self.state)
         greedy = q[0].argmax(-1).cpu().numpy()
         actions = np.where(rng.random(len(greedy)) < epsilon, rng.integers(A, size=len(greedy)), greedy)
-        with alarm_after(self.args.stall_seconds):
+        with self.envs.stall_limit:
             arrival, terminated, truncated, ended = self.envs.step(actions, rng)
         ends, is_cut = terminated | truncated, truncated & ~terminated
         goes_on = ~ends | is_cut & self.args.bootstrap_truncated  # choice 6: a time limit is no end
@@ -1097,17 +1097,28 @@ def over_processes(operation: str, x: float | Tensor) -> float:
     return x.item()
 
 
-@contextmanager
-def alarm_after(seconds: int) -> Iterator[None]:
-    """Sends SIGALRM, for which end_at_alarm() waits, if a block takes longer. Windows has no such signal."""
-    set_alarm = getattr(signal, "alarm", None)
-    if set_alarm:
-        set_alarm(seconds)
-    try:
-        yield
-    finally:
-        if set_alarm:
-            set_alarm(0)
+class StallLimit:
+    """Ends the process if a block within it takes longer than so many seconds, and shows where it hangs."""
+
+    def __init__(self, env_id: str, seconds: int):
+        self.seconds, self.began = seconds, np.inf
+        self.message = f"{SCRIPT}.py: error: {env_id}: a step takes longer than {seconds} s"
+        threading.Thread(target=self.look, daemon=True).start()
+
+    def __enter__(self):
+        self.began = time.monotonic()
+
+    def __exit__(self, *_):
+        self.began = np.inf
+
+    def look(self):
+        while time.monotonic() - self.began < self.seconds:
+            # If C code keeps Python's lock, this thread cannot look; faulthandler needs no lock.
+            faulthandler.dump_traceback_later(3 * self.seconds, exit=True, file=2)
+            time.sleep(1)
+        faulthandler.dump_traceback(file=2)
+        print(self.message, file=sys.stderr)
+        os._exit(1)
 
 
 # === Evaluation ==============================================================================
@@ -1211,26 +1222,6 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[s
 # === Main ====================================================================================
 
 
-def end_at_alarm(args: Args):
-    """Ends the process when alarm_after() goes off: faulthandler shows where it hangs, even within C code."""
-    if not hasattr(signal, "SIGALRM"):
-        return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.set_wakeup_fd(writer)  # Python writes the number of each signal that arrives
-    faulthandler.register(signal.SIGALRM, file=2, chain=True)
-
-    def wait():
-        while signal.SIGALRM not in os.read(reader, 1):
-            pass
-        slow = f"{args.env_id}: a step takes longer than {args.stall_seconds} s"
-        print(f"{SCRIPT}.py: error: {slow}", file=sys.stderr)
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 def stop_at_signals() -> list[int]:
     """A list to which SIGINT and SIGTERM are appended. A second one ends the process at once."""
     stop = []
@@ -1251,5 +1242,4 @@ if __name__ == "__main__":
         returns = evaluate(args)
         print(f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes")
     else:
-        end_at_alarm(args)
         train(args, stop_at_signals())

@@ -33,8 +33,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -454,11 +453,11 @@ class Actor:  # differs from impala_vtrace.py: values too, no memory
     def __init__(self, args: Args):
         self.args, self.groups = args, [Group(args, args.group_size) for _ in range(2)]
         self.waited, self.steps = 0.0, 0  # seconds that it waited for room, environment steps
-        self.since = np.inf  # when it began to wait for the environments; infinite if it does not
+        self.stall_limit = StallLimit(args.env_id, args.stall_seconds)
 
     def reset(self, seed: int):
         for k, group in enumerate(self.groups):
-            with alarm_after(self.args.stall_seconds):
+            with self.stall_limit:
                 group.reset(seed + k * self.args.group_size)
 
     @torch.no_grad()  # which counts for one thread alone
@@ -483,10 +482,8 @@ class Actor:  # differs from impala_vtrace.py: values too, no memory
 
     def receive(self, group: Group, t: int, segments: Segments):
         """What became of step t of a group."""
-        self.since = time.monotonic()
-        with alarm_after(self.args.stall_seconds if self.args.sync else 0):  # in turn, nobody else can look
+        with self.stall_limit:
             final_obs, episodes = group.receive()
-        self.since = np.inf
         segments.data["rewards"][t] = group.row["last_rewards"]
         segments.data["dones"][t] = group.row["starts"]
         segments.episodes += [(t + 1, episode) for episode in episodes]
@@ -571,24 +568,12 @@ class Actors:  # differs from impala_vtrace.py: one task, and values instead of 
                 for segments in actor.collect(agent, version):
                     self.segments.put(segments)
                 self.turn += 1
-            try:
-                batch.append(self.segments.get(timeout=1))
-            except queue.Empty:
-                self.look_for_stalls()
-            if batch and isinstance(batch[-1], BaseException):
+            batch.append(self.segments.get())
+            if isinstance(batch[-1], BaseException):
                 raise batch[-1]
         self.waited += time.monotonic() - start
         self.room.release(len(batch))
         return batch
-
-    def look_for_stalls(self):
-        """Ends the process if an actor waits too long for its environments, and shows where threads are."""
-        for actor in self.members:
-            if time.monotonic() - actor.since > self.args.stall_seconds:
-                slow = f"{self.args.env_id}: a step takes longer than {self.args.stall_seconds} s"
-                print(f"{SCRIPT}.py: error: {slow}", file=sys.stderr)
-                faulthandler.dump_traceback()
-                os._exit(1)
 
     def totals(self) -> dict[str, float]:
         """Sums since the start: seconds, seconds of waiting, environment steps, lengths of the queue."""
@@ -614,9 +599,7 @@ class Actors:  # differs from impala_vtrace.py: one task, and values instead of 
         self.is_closing = True
         self.room.release(2 * len(self.members))
         for thread in self.threads:
-            while thread.is_alive():
-                thread.join(1)
-                self.look_for_stalls()
+            thread.join()
 
 
 def beyond_time_limits(agent: Agent, cuts: np.ndarray, args: Args) -> np.ndarray:
@@ -827,17 +810,28 @@ def over_processes(operation: str, x: float | Tensor) -> float:
     return x.item()
 
 
-@contextmanager
-def alarm_after(seconds: int) -> Iterator[None]:
-    """Sends SIGALRM, for which end_at_alarm() waits, if a block takes longer. Windows has no such signal."""
-    set_alarm = getattr(signal, "alarm", None)
-    if set_alarm:
-        set_alarm(seconds)
-    try:
-        yield
-    finally:
-        if set_alarm:
-            set_alarm(0)
+class StallLimit:
+    """Ends the process if a block within it takes longer than so many seconds, and shows where it hangs."""
+
+    def __init__(self, env_id: str, seconds: int):
+        self.seconds, self.began = seconds, np.inf
+        self.message = f"{SCRIPT}.py: error: {env_id}: a step takes longer than {seconds} s"
+        threading.Thread(target=self.look, daemon=True).start()
+
+    def __enter__(self):
+        self.began = time.monotonic()
+
+    def __exit__(self, *_):
+        self.began = np.inf
+
+    def look(self):
+        while time.monotonic() - self.began < self.seconds:
+            # If C code keeps Python's lock, this thread cannot look; faulthandler needs no lock.
+            faulthandler.dump_traceback_later(3 * self.seconds, exit=True, file=2)
+            time.sleep(1)
+        faulthandler.dump_traceback(file=2)
+        print(self.message, file=sys.stderr)
+        os._exit(1)
 
 
 # === Evaluation ==============================================================================
@@ -943,26 +937,6 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[s
 # === Main ====================================================================================
 
 
-def end_at_alarm(args: Args):
-    """Ends the process when alarm_after() goes off: faulthandler shows where it hangs, even within C code."""
-    if not hasattr(signal, "SIGALRM"):
-        return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.set_wakeup_fd(writer)  # Python writes the number of each signal that arrives
-    faulthandler.register(signal.SIGALRM, file=2, chain=True)
-
-    def wait():
-        while signal.SIGALRM not in os.read(reader, 1):
-            pass
-        slow = f"{args.env_id}: a step takes longer than {args.stall_seconds} s"
-        print(f"{SCRIPT}.py: error: {slow}", file=sys.stderr)
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 def stop_at_signals() -> list[int]:
     """A list to which SIGINT and SIGTERM are appended. A second one ends the process at once."""
     stop = []
@@ -983,5 +957,4 @@ if __name__ == "__main__":
         returns = evaluate(args)
         print(f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes")
     else:
-        end_at_alarm(args)
         train(args, stop_at_signals())

@@ -602,13 +602,3 @@ def test_acting_beside_the_network_is_compared_with_it(name, monkeypatch):
         monkeypatch.setattr(script, "layer_init", lambda layer, std=2**0.5: init(layer, std=2**0.5))
     with pytest.raises(RuntimeError, match="actor_in_numpy"):
         script.train(small_args(script, env_id=QUICK.get(script, "CartPole-v1"), total_timesteps=2048))
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="needs SIGALRM")
-def test_the_limit_of_a_step_ends_with_the_step():
-    """Whatever ends it: a caller who goes on is not killed later."""
-    for script in (SCRIPTS | OTHERS).values():
-        with pytest.raises(ZeroDivisionError), script.alarm_after(20):
-            assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 20
-            raise ZeroDivisionError
-        assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
