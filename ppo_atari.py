@@ -175,17 +175,25 @@ class AtariEnvs(gym.vector.VectorEnv):
             self.camera = AtariVectorEnv(**kwargs, img_height=210, img_width=160, grayscale=False)
 
     def reset(self, *, seed: int, options: dict | None = None) -> tuple[np.ndarray, dict]:
-        self.seeds = [seed + n for n in range(self.num_envs)]
-        self.over, self.ended = np.ones(self.num_envs, bool), np.zeros(self.num_envs, bool)
-        for n in range(self.num_envs):
-            self._begin_episode(n)
+        self.over, self.ended = np.zeros((2, self.num_envs), bool)
+        frames = {n: self._first_frame(n, *game.reset(seed=seed + n)) for n, game in enumerate(self.games)}
+        if self.camera:
+            self.camera.reset(seed=seed)
+        self._begin_episodes(frames)
         return self.stacks, {}
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+        self.send(actions)
+        return self.recv()
+
+    def send(self, actions: np.ndarray):
+        """Lets the emulators work side by side, until recv() collects what step() returns."""
         if not ((0 <= actions) & (actions < self.single_action_space.n)).all():
             raise ValueError(f"not all of {actions} are in {self.single_action_space}")  # ale-py would hang
-        for n, action in enumerate(actions):  # the emulators work side by side
+        for n, action in enumerate(actions):
             self._send(n, action)
+
+    def recv(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         info, rewards = {}, np.zeros(self.num_envs)
         terminated, truncated, self.ended = np.zeros((3, self.num_envs), bool)
         for n in range(self.num_envs):
@@ -193,10 +201,9 @@ class AtariEnvs(gym.vector.VectorEnv):
             self.stacks[n, :-1] = self.stacks[n, 1:]
             self.stacks[n, -1] = frame
             rewards[n] = np.sign(reward)  # detail 19: reward clipping
-            if truncated[n]:
-                info.setdefault("final_obs", np.zeros_like(self.stacks))[n] = self.stacks[n]
-            if terminated[n] or truncated[n]:
-                self._begin_episode(n)
+        if truncated.any():
+            info["final_obs"] = self.stacks.copy()
+        self._begin_episodes(self._next_lives((terminated | truncated).nonzero()[0]))
         if self.ended.any():
             info["final_info"] = dict(episode=dict(r=self.returns, l=self.lengths), _episode=self.ended)
         return self.stacks, rewards, terminated, truncated, info
@@ -222,29 +229,42 @@ class AtariEnvs(gym.vector.VectorEnv):
                 self._save_video()
         return frames[0, 0], rewards[0], terminated[0] or lost_life, truncated[0]
 
-    def _begin_episode(self, n: int):
-        frame = self._next_life(n)
-        for action in self.first_actions:  # detail 17: FIRE, which starts most games, and the action after it
-            self._send(n, action)
-            frame, _, terminated, truncated = self._receive(n)
-            if terminated or truncated:
-                frame = self._next_life(n)
-        self.stacks[n] = frame  # detail 20: a stack of frames, at first the same
-
-    def _next_life(self, n: int) -> np.ndarray:
-        """First frame of the next life, after one no-op, or of a new game, after 1 to 30."""
-        if not self.over[n]:  # detail 16: a lost life ends the episode, but does not reset the emulator
+    def _next_lives(self, games: Sequence[int]) -> dict[int, np.ndarray]:
+        """First frames of the next lives, after one no-op, or of new games, which the emulators begin."""
+        frames = {}
+        for n in games:  # detail 16: a lost life ends the episode, but does not reset the emulator
             self._send(n, 0)
-            frame, *_ = self._receive(n)
-        noops = 0
-        while self.over[n] and noops == 0:  # detail 14: 1 to 30 no-ops
-            frames, info = self.games[n].reset(seed=self.seeds[n])
+        for n in games:
+            if self.over[n]:
+                obs, *_, info = self.games[n].recv()
+                frames[n] = self._first_frame(n, obs, info)
+            else:
+                frames[n], *_ = self._receive(n)
+        over = [n for n in games if self.over[n]]
+        return frames | self._next_lives(over) if over else frames
+
+    def _first_frame(self, n: int, frames: np.ndarray, info: dict) -> np.ndarray:
+        """First frame of a game that was just reset."""
+        while info["episode_frame_number"][0] == 0:  # detail 14: 1 to 30 no-ops, where emulators draw 0 to 30
+            frames, info = self.games[n].reset()
             if self.camera:
-                self.camera.reset(seed=self.seeds[n])
-            frame, noops, self.seeds[n] = frames[0, 0], info["episode_frame_number"][0], None
-            self.lives[n], self.scores[n] = info["lives"][0], 0
-        self.over[n] = False
-        return frame
+                self.camera.reset()
+        self.lives[n], self.scores[n], self.over[n] = info["lives"][0], 0, False
+        return frames[0, 0]
+
+    def _begin_episodes(self, frames: dict[int, np.ndarray]):
+        """Begins the episodes of some games, side by side, with the first frame of each."""
+        for action in self.first_actions:  # detail 17: FIRE, which starts most games, and the action after it
+            for n in frames:
+                self._send(n, action)
+            again = []
+            for n in frames:
+                frames[n], _, terminated, truncated = self._receive(n)
+                if terminated or truncated:
+                    again.append(n)
+            frames |= self._next_lives(again)
+        for n, frame in frames.items():
+            self.stacks[n] = frame  # detail 20: a stack of frames, at first the same
 
     def _save_video(self):
         from moviepy import ImageSequenceClip
