@@ -437,7 +437,7 @@ def test_detail_17_fire_after_every_reset():
     policy = np.array([3])
     for _, _, terminated, _, _ in play(envs, 400, policy):
         if terminated[0]:
-            assert log[-3:] == [0, 1, 2]  # one no-op follows a lost life, and makes an emulator begin a new game
+            assert log[-3:] == [0, 1, 2]  # a no-op; an emulator at a game's end begins a new one
     assert log.count(1) > 5
     envs = games("FreewayNoFrameskip-v4", 1)  # no FIRE among its actions
     log = sent_actions(envs)
