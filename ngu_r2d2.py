@@ -76,7 +76,7 @@ class Args:
     burn_in: int = 10  # steps that only warm up the LSTM's state
     unroll: int = 40  # steps to train on
     period: int = 40  # steps between the beginnings of an episode's sequences
-    replay_steps: int = 100_000  # capacity of all processes, in steps; short episodes waste some by padding
+    replay_steps: int = 100_000  # capacity of all processes; an episode takes one step more than it has
     learning_starts: int = 10_000  # environment steps in the replay before the first update
     priority_exponent: float = 0.9  # 0 draws uniformly
     priority_eta: float = 0.9  # weight of a sequence's largest TD error, against the mean
@@ -150,6 +150,7 @@ class Args:
                 raise ValueError(f"{name} cannot be {x}")
         shares = ("epsilon", "eval_epsilon", "cross_mixture", "priority_eta", "retrace_lambda")
         processes = f"the {WORLD_SIZE} processes of torchrun must divide"
+        is_enough = self.replay_steps // self.num_envs >= 2 * (self.length + 1)
         rules = {
             "give --resume or --evaluate, not both": not (self.resume and self.evaluate),
             "--capture-video records the episodes of --evaluate": self.evaluate or not self.capture_video,
@@ -162,7 +163,7 @@ class Args:
             f"{processes} batch_sequences": self.batch_sequences % WORLD_SIZE == 0,
             "period must be at most unroll, or steps between sequences are lost": self.period <= self.unroll,
             "learning_starts must be at most replay_steps": self.learning_starts <= self.replay_steps,
-            "replay_steps must hold a batch": self.replay_steps >= self.period * self.batch_sequences,
+            "replay_steps must hold two sequences of each environment": is_enough,
         }
         for rule, is_kept in rules.items():
             if not is_kept:
@@ -527,11 +528,6 @@ def rescaled(novelty: Tensor, mask: Tensor, how: Bonus) -> Tensor:
     return novelty  # scaled when it was made
 
 
-def lengths(mask: Tensor) -> Tensor:
-    """Steps (B,) of sequences up to the last one that counts, by their mask (L, B); behind it is padding."""
-    return (mask * torch.arange(1, len(mask) + 1, device=mask.device)[:, None]).amax(0)
-
-
 def rounded(where: Tensor, multiple: int = 32) -> Tensor:
     """With more places, up to a multiple: oneDNN compiles a convolution for every new number of images."""
     missing = -int(where.sum()) % multiple
@@ -543,10 +539,9 @@ def rounded(where: Tensor, multiple: int = 32) -> Tensor:
 
 def q_values(agent: Agent, target: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor, Tensor]:
     """Rescaled action values (L + 1, B, A) of sequences by the online and by the target network."""
-    inputs = {name: batch[name] for name in ("last_actions", "r_ext", "r_int", "policies")}
-    inputs["starts"] = torch.zeros_like(batch["ends"])  # the state that is stored is the one before
+    inputs = {name: batch[name] for name in ("last_actions", "r_ext", "r_int", "policies", "starts")}
     t = torch.arange(args.length + 1, device=batch["mask"].device)
-    seen = rounded(t[:, None] <= lengths(batch["mask"]))  # padding is neither scaled nor encoded
+    seen = rounded(t[:, None] <= batch["lengths"])  # padding is neither scaled nor encoded
     obs, state, q = scaled(batch["obs"][seen], agent.kind), batch["state"], []
     inputs["features"] = agent.features(obs, seen)
     for part in (slice(0, args.burn_in), slice(args.burn_in, None)) if args.burn_in else (slice(None),):
@@ -780,7 +775,7 @@ def last_transitions(batch: dict[str, Tensor], steps: int) -> tuple[Tensor, Tens
     """Observations (m, ...) around each sequence's last steps, their places (2, n) in these, actions (n,)."""
     mask, pad = batch["mask"], nn.functional.pad
     t = torch.arange(len(mask), device=mask.device)[:, None]
-    last = mask & (t >= lengths(mask) - steps)
+    last = mask & (t >= batch["lengths"] - steps)
     rows = rounded(pad(last, (0, 0, 0, 1)) | pad(last, (0, 0, 1, 0)))  # before and after each; every row once
     at = rows.flatten().cumsum(0).view_as(rows) - 1
     return batch["obs"][rows], torch.stack((at[:-1][last], at[1:][last])), batch["last_actions"][1:][last]
@@ -789,103 +784,111 @@ def last_transitions(batch: dict[str, Tensor], steps: int) -> tuple[Tensor, Tens
 # === Replay ==================================================================================
 
 
-class Replay:  # differs from impala_vtrace.py: cuts its sequences from episodes itself
-    """Sequences of L + 1 rows, cut from episodes as these are played; drawn by priority.
+class Replay:  # differs from impala_vtrace.py: keeps steps once, and cuts its sequences from episodes itself
+    """The newest rows of each environment, and a table of the sequences in them, which are drawn by priority.
 
-    A sequence begins every `period` steps of an episode and never crosses its end: what is missing there is
-    padding, with a mask that is false. The first one of an episode is trained on from its first row, as its
-    state is known to be zero; others from row burn_in on, with the state stored before their first row.
+    A sequence begins every `period` steps of an episode and never crosses its end: a batch pads what is
+    missing of L steps, with a mask that is false. The first one of an episode is trained on from its first
+    row, as its state is known to be zero; others from row burn_in on, with the state stored before row 0.
     """
 
     def __init__(self, args: Args, row: dict[str, np.ndarray], hidden_size: int):
-        self.args, self.size, N = args, args.length + 1, len(row["obs"])
-        self.capacity = args.replay_steps // (WORLD_SIZE * args.period)
-        row = {name: x for name, x in row.items() if name != "starts"}
-        self.windows = {k: np.zeros((self.size, N, *x.shape[1:]), x.dtype) for k, x in row.items()}
-        self.fields = {k: np.zeros((self.size, self.capacity, *x.shape[1:]), x.dtype) for k, x in row.items()}
-        self.fields["rewards"] = np.zeros_like(self.fields["r_ext"])
-        self.fields["mask"] = np.zeros((args.length, self.capacity), bool)
-        self.fields["state"] = np.zeros((2, self.capacity, hidden_size), np.float32)
-        self.states = np.zeros((args.length // args.period + 1, 2, N, hidden_size), np.float32)
-        self.filled, self.first = np.zeros(N, np.int64), np.ones(N, bool)  # rows of a window; of the episode?
-        self.priorities, self.added = np.zeros(self.capacity), 0
-        self.new_steps = np.zeros(self.capacity, np.int64)  # of a sequence, that are not in the one before
+        self.args, N = args, len(row["obs"])
+        self.size = args.replay_steps // args.num_envs  # rows of an environment: the next replaces the oldest
+        row = row | {name: row["r_ext"] for name in ("mu", "alpha", "discounts")} | dict(ends=row["starts"])
+        self.rows = {name: np.zeros((N, self.size, *x.shape[1:]), x.dtype) for name, x in row.items()}
+        self.written = np.zeros(N, np.int64)  # rows of an environment so far, those that were replaced too
+        self.begun = np.zeros(N, np.int64)  # the first row of the sequence that is being played
+        self.states = np.zeros((N, self.size // args.period + 2, 2, hidden_size), np.float32)
+        self.sequences = np.zeros((0, 3), np.int64)  # environment, first row and length (in steps) of each
+        self.priorities = np.zeros(0)
+        self.added_steps = 0  # of all sequences so far; those that two of them share count once
+
+    def __len__(self) -> int:
+        return len(self.sequences)
 
     @property
     def num_bytes(self) -> int:
-        arrays = (*self.fields.values(), *self.windows.values(), self.states, self.priorities)
+        arrays = (*self.rows.values(), self.states, self.sequences, self.priorities)
         return sum(x.nbytes for x in arrays)
 
-    def append(self, row: dict[str, np.ndarray], where: np.ndarray, state: np.ndarray):
-        """Rows (N, ...) of environments where `where` is true, with the state (2, N, hidden_size) before."""
+    def begin(self, row: dict[str, np.ndarray]):
+        """Write rows (N, ...) where an episode starts."""
+        self.begun = np.where(row["starts"], self.written, self.begun)
+        self.write(row, row["starts"])
+
+    def append(self, row: dict[str, np.ndarray], state: np.ndarray):
+        """Write rows (N, ...) that were arrived at, with the state (2, N, hidden_size) before them."""
+        n = ((self.written - self.begun) % self.args.period == 0).nonzero()[0]
+        self.states[n, self.place_of_state(self.written[n])] = state[:, n].swapaxes(0, 1)
+        self.write(row, np.ones(len(self.written), bool))
+        self.cut(row["ends"])
+
+    def write(self, row: dict[str, np.ndarray], where: np.ndarray):
+        """Replace the oldest rows, and drop the sequences that began with them."""
         n = where.nonzero()[0]
-        for name, x in self.windows.items():
-            x[self.filled[n], n] = row[name][n]
-        begins = n[self.filled[n] % self.args.period == 0]
-        self.states[self.filled[begins] // self.args.period, :, begins] = state[:, begins].swapaxes(0, 1)
-        self.filled[n] += 1
+        at = self.written[n] % self.size
+        for name, x in self.rows.items():
+            x[n, at] = row[name][n] if name in row else 0  # nothing led to a first row
+        self.written += where
+        env, first, _ = self.sequences.T
+        kept = first >= self.written[env] - self.size
+        self.sequences, self.priorities = self.sequences[kept], self.priorities[kept]
 
-    def cut(self, over: np.ndarray):
-        """Store the windows that are full, and what is left of episodes that are over."""
-        for n in ((self.filled == self.size) | over).nonzero()[0]:
-            trained = 0 if self.first[n] else self.args.length - self.args.period  # by the sequence before
-            if self.filled[n] - 1 > trained:
-                self.new_steps[self.added % self.capacity] = self.filled[n] - 1 - trained
-                self.store(n)
-            self.first[n] = over[n]
-            if over[n]:
-                self.filled[n] = 0
-            else:
-                for x in self.windows.values():
-                    x[: -self.args.period, n] = x[self.args.period :, n]
-                self.states[:-1, :, n] = self.states[1:, :, n]
-                self.filled[n] = self.size - self.args.period
+    def cut(self, ends: np.ndarray):
+        """Add the sequences that are full to the table, and what is left of episodes that have ended."""
+        L, period = self.args.length, self.args.period
+        lengths = self.written - 1 - self.begun
+        starts = self.rows["starts"][np.arange(len(ends)), self.begun % self.size]
+        new = lengths - np.where(starts, 0, L - period)  # the others are in the sequence before
+        is_over = ends | (lengths == L)
+        n = (is_over & (new > 0)).nonzero()[0]
+        self.sequences = np.append(self.sequences, np.stack((n, self.begun[n], lengths[n]), 1), axis=0)
+        largest = self.priorities.max(initial=0) or 1.0  # unseen: as the most surprising
+        self.priorities = np.append(self.priorities, np.full(len(n), largest))
+        self.added_steps += int(new[n].sum())
+        self.begun += period * is_over
 
-    def store(self, n: int):
-        at, steps = self.added % self.capacity, self.filled[n] - 1
-        begin = self.args.burn_in * (not self.first[n])
-        for name, x in self.windows.items():
-            self.fields[name][:, at] = x[:, n]
-            self.fields[name][steps + 1 :, at] = 0
-        rewards = self.fields["r_ext"][:, at].copy()  # the network's input stays what it saw
-        if self.fields["ends"][steps, at]:
-            rewards[rewards.nonzero()[0][-1:]] *= self.args.last_reward_weight
-        self.fields["rewards"][:, at] = rewards
-        t = np.arange(self.args.length)
-        self.fields["mask"][:, at] = (begin <= t) & (t < steps)
-        self.fields["state"][:, at] = 0 if self.first[n] else self.states[0, :, n]
-        self.priorities[at] = self.priorities.max() or 1.0  # unseen: as the most surprising
-        self.added += 1
-
-    def __len__(self) -> int:
-        return min(self.added, self.capacity)
+    def place_of_state(self, row: np.ndarray) -> np.ndarray:
+        """In the ring of states, for a sequence by its first row: at least `period` rows lie between two."""
+        return row // self.args.period % self.states.shape[1]
 
     def sample(self, size: int, rng: np.random.Generator) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Places (B,) and fields (L + 1, B, ...) of sequences, and importance weights (B,)."""
-        p = self.priorities[: len(self)] ** self.args.priority_exponent
+        """Places (B,) in the table, their batch, and importance weights (B,)."""
+        p = self.priorities**self.args.priority_exponent
         p /= p.sum()
-        at = rng.choice(len(self), size, p=p)
-        weights = (len(self) * p[at]) ** -self.args.importance_exponent
-        batch = {name: x[:, at] for name, x in self.fields.items()}
+        places = rng.choice(len(p), size, p=p)
+        weights = (len(p) * p[places]) ** -self.args.importance_exponent
+        batch = self.padded(places)
         others = rng.random(size) < self.args.cross_mixture
         batch["policies"][:, others] = rng.integers(self.args.num_policies, size=others.sum())
-        return at, batch | dict(weights=(weights / weights.max()).astype(np.float32))
+        return places, batch | dict(weights=(weights / weights.max()).astype(np.float32))
 
-    def is_filled(self, steps: int) -> bool:
-        """Whether it holds so many environment steps, padding not counted, or as much as it can."""
-        return self.new_steps.sum() >= steps or len(self) == self.capacity
+    def padded(self, places: np.ndarray) -> dict[str, np.ndarray]:
+        """Rows (L + 1, B, ...) of sequences, zeros behind them; steps to train on; and states (2, B, ...)."""
+        n, first, lengths = self.sequences[places].T
+        t = np.arange(self.args.length + 1)[:, None]
+        batch = {name: x[n, (first + t) % self.size] for name, x in self.rows.items()}
+        padding = t > lengths
+        for x in batch.values():
+            x[padding] = 0
+        mask = (t[:-1] < lengths) & (batch["starts"][0] | (t[:-1] >= self.args.burn_in))
+        rewards = batch["r_ext"].copy()  # the network's input stays what it saw
+        last = self.args.length - (rewards[::-1] != 0).argmax(0)  # reward that is not zero
+        rewards[last, np.arange(len(n))] *= np.where(batch["ends"].any(0), self.args.last_reward_weight, 1)
+        state = self.states[n, self.place_of_state(first)].swapaxes(0, 1)
+        return batch | dict(rewards=rewards, mask=mask, lengths=lengths, state=state)
 
     def state_dict(self) -> dict:
-        stored = {name: torch.from_numpy(x[:, : len(self)]).clone() for name, x in self.fields.items()}
-        more = dict(priorities=self.priorities, new_steps=self.new_steps)
-        more = {name: torch.from_numpy(x.copy()) for name, x in more.items()}
-        return dict(fields=stored, added=self.added, **more)
+        names = ("written", "states", "sequences", "priorities")
+        arrays = self.rows | {name: getattr(self, name) for name in names}
+        return {name: torch.from_numpy(x) for name, x in arrays.items()} | dict(added_steps=self.added_steps)
 
     def load_state_dict(self, state: dict):
-        for name, x in state["fields"].items():
-            self.fields[name][:, : x.shape[1]] = x.numpy()
-        self.priorities[:], self.new_steps[:] = state["priorities"].numpy(), state["new_steps"].numpy()
-        self.added = state["added"]
+        for name, x in (self.rows | dict(written=self.written, states=self.states)).items():
+            x[:] = state[name].numpy()
+        self.sequences, self.priorities = state["sequences"].numpy(), state["priorities"].numpy()
+        self.added_steps = state["added_steps"]
 
 
 # === Training ================================================================================
@@ -963,9 +966,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     family = policy_family(args.num_policies, args.beta, args.gamma_max, args.gamma_min)
     family = tuple(x.float().to(args.device) for x in family)
     epsilon = epsilons(args.num_envs, args.epsilon)[RANK * N : (RANK + 1) * N]
-    none, all_envs = np.zeros(N, np.float32), np.ones(N, bool)
-    nothing = dict(mu=none + 1, alpha=none + 1, discounts=none + 1, ends=~all_envs)  # led to a first row
-    replay = Replay(args, envs.row | nothing, args.hidden_size)
+    replay = Replay(args, envs.row, args.hidden_size)
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")
     run_dir = Path(args.resume or f"runs/{run_name}")
     parts = dict(agent=agent, target_agent=target_agent, curiosity=curiosity)
@@ -981,7 +982,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     if RANK == 0:
         run_lock, writer, bar = start_logging(args, run_dir, first_step)
         print(run_dir)
-        print(f"replay: {replay.capacity} sequences, {replay.num_bytes / 1e6:.0f} MB", file=sys.stderr)
+        print(f"replay: {replay.size * N} steps, {replay.num_bytes / 1e6:.0f} MB", file=sys.stderr)
 
     def step_by(optimizer: torch.optim.Optimizer, loss: Tensor):
         optimizer.zero_grad()
@@ -1005,7 +1006,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     if args.compile:
         update = torch.compile(update)
 
-    replay.append(envs.row | nothing, all_envs, actor.state.cpu().numpy())
+    replay.begin(envs.row)
     seen, trained_steps, batch_sequences = [], 0, args.batch_sequences // WORLD_SIZE
     for iteration in range(first_iteration, args.num_iterations):
         # Seeding in every iteration leaves no random state to save and resume.
@@ -1019,16 +1020,13 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
             step += args.num_envs
             episodes += [(step, policy, episode) for policy, episode in ended]
             seen.append(novelty)
-            state = actor.state.cpu().numpy()
-            replay.append(arrival, all_envs, state)
-            replay.cut(arrival["ends"])
-            replay.append(envs.row | nothing, envs.row["starts"], state)
+            replay.append(arrival, actor.state.cpu().numpy())
+            replay.begin(envs.row)
         if WORLD_SIZE > 1 and args.beta > 0:
             curiosity.merge()
 
         # 2. update
-        is_filled = replay.is_filled(args.learning_starts // WORLD_SIZE) and len(replay) >= batch_sequences
-        is_early = over_processes("MAX", not is_filled)
+        is_early = over_processes("MAX", replay.added_steps * WORLD_SIZE < args.learning_starts)
         for _ in range(0 if is_early else args.updates_per_rollout):
             places, batch = replay.sample(batch_sequences, rng)
             batch = {name: torch.as_tensor(x, device=args.device) for name, x in batch.items()}
@@ -1058,9 +1056,8 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
                 scalars["charts/SPS"] = (step - first_step) / (time.time() - start)
                 scalars["charts/replay_ratio"] = trained_steps / (step - first_step)
                 scalars["replay/sequences"] = len(replay)
-                spread = replay.priorities[: len(replay)] if len(replay) else np.zeros(1)
-                scalars["replay/priority_mean"] = spread.mean()
-                scalars |= {"replay/priority_std": spread.std(), "replay/priority_max": spread.max()}
+                for name in ("mean", "std", "max") if len(replay) else ():
+                    scalars[f"replay/priority_{name}"] = getattr(replay.priorities, name)()
                 for name in seen[-1]:
                     scalars[f"curiosity/{name}"] = float(np.mean([novelty[name] for novelty in seen]))
                 log(writer, step, scalars)

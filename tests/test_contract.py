@@ -83,7 +83,7 @@ MISTAKES = [
     ("--gamma-max 1", "gamma_max and gamma_min must be below 1"),
     ("--period 61", "period must be at most unroll"),
     ("--rnd-max 0.5", "rnd_max must be at least 1"),
-    ("--replay-steps 600 --learning-starts 600", "replay_steps must hold a batch"),
+    ("--replay-steps 600 --learning-starts 600", "replay_steps must hold two sequences"),
     ("--learning-starts 500000", "learning_starts must be at most replay_steps"),
     ("--resume nowhere", "nowhere/checkpoint.pt cannot be loaded"),
     ("--evaluate nowhere", "nowhere/checkpoint.pt cannot be loaded"),
