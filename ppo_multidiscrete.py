@@ -361,7 +361,7 @@ class Agent(nn.Module):  # differs from ppo.py: actions of several components, m
             everything = mask.new_ones((len(mask), mask.shape[1] + mask.shape[2] - 1))
             first = torch.cat((mask[:, :, 0], everything[:, self.num_first :]), -1)
             chosen = self(obs, first)[0].sample()[:, 0]
-            mask = torch.cat((mask[:, :, 0], mask[torch.arange(len(mask)), chosen, 1:]), -1)
+            mask = torch.cat((mask[:, :, 0], mask.take_along_dim(chosen[:, None, None], 1)[:, 0, 1:]), -1)
             dist, value = self(obs, mask)
             action = dist.sample()
             action[:, 0] = chosen
