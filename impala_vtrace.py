@@ -645,10 +645,10 @@ class Actors:
 
     def start(self, agent: Agent, version: int, seed: int):
         """Begin new episodes, and act."""
-        self.publish(agent, version)
         self.before = self.totals()
         for k, actor in enumerate(self.members):
             actor.reset(agent, seed + 2 * k * self.args.group_size)
+        self.publish(agent, version)  # last: it waits until a GPU has written the first states too
         for actor in self.members if not self.args.sync else ():
             name = f"actor of {actor.env_id}"
             self.threads.append(threading.Thread(target=self.run, args=(actor,), name=name, daemon=True))
