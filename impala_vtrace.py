@@ -382,17 +382,17 @@ class Agent(nn.Module):  # differs from ppo.py: shallow or deep convolutions, wi
         super().__init__()
         obs_shape, self.amp = envs.single_observation_space.shape, args.amp
         self.num_actions = int(envs.single_action_space.n)
+        num_features = 256 if len(obs_shape) == 3 else 64
+        self.hidden_size = num_features if args.lstm else 0
+        if args.lstm:  # first, as cuDNN wants its weights at the beginning of what flatten() makes
+            self.lstm = nn.LSTM(num_features + self.num_actions + 1, self.hidden_size)
         if len(obs_shape) == 3:
-            self.network, num_features = convolutions(args.network, obs_shape), 256
+            self.network = convolutions(args.network, obs_shape)
         else:
-            num_features = 64
             self.network = nn.Sequential(
                 layer_init(nn.Linear(obs_shape[0], 64)), nn.Tanh(),
                 layer_init(nn.Linear(64, 64)), nn.Tanh(),
             )  # fmt: skip
-        self.hidden_size = num_features if args.lstm else 0
-        if args.lstm:
-            self.lstm = nn.LSTM(num_features + self.num_actions + 1, self.hidden_size)
         self.actor = layer_init(nn.Linear(num_features, self.num_actions), std=0.01)
         self.critic = layer_init(nn.Linear(num_features, 1), std=1.0)
 
@@ -657,6 +657,8 @@ class Actors:
     def publish(self, agent: Agent, version: int):
         """Offer a copy of the learner's agent to the actors, who take it as an unroll begins (section 3)."""
         copy = deepcopy(agent)
+        if self.args.lstm:
+            copy.lstm.flatten_parameters()  # deepcopy() scatters the weights, and cuDNN wants one piece
         if self.args.device == "cuda":
             torch.cuda.synchronize()  # the copy is complete before an actor can see it
         self.published = copy, version

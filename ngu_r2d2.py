@@ -957,6 +957,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     envs = Envs(args, N, args.num_policies, seed)
     agent = Agent(envs.envs, args).to(args.device)
     target_agent = deepcopy(agent)
+    target_agent.lstm.flatten_parameters()  # deepcopy() scatters the weights, and cuDNN wants one piece
     curiosity = Curiosity(envs.envs, args, N).to(args.device)
     adam = dict(eps=args.adam_eps, fused=True)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, **adam)
