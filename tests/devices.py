@@ -1,7 +1,6 @@
-"""The scripts on the pretend GPU of pretend_cuda.py. test_devices.py runs this, each script in its own process.
+"""The scripts on the pretend GPU of pretend_cuda.py. test_devices.py runs this file, each script in a process.
 
-    PYTHONPATH=tests python -m pytest -p pretend_cuda tests/devices.py -k ppo_atari      # one script, by hand
-    SCRIPT=ppo ...                                                                       # ppo.py without the others
+By hand:  SCRIPT=ppo_atari PYTHONPATH=tests python -m pytest -p pretend_cuda tests/devices.py
 """
 
 import atexit
@@ -10,6 +9,7 @@ import os
 import socket
 from dataclasses import replace
 
+import ale_py
 import gymnasium as gym
 import numpy as np
 import pretend_cuda
@@ -23,7 +23,7 @@ COMPILE = torch.compile
 
 
 class FirstChooses(Masked):
-    """Its masks (2, 1 + 3) say for each first component whether it is valid, and which second ones are then."""
+    """Its masks (2, 1 + 3) say of each first component if it is valid, and which second ones are then."""
 
     @staticmethod
     def mask(t):
@@ -31,10 +31,14 @@ class FirstChooses(Masked):
 
 
 gym.register("FirstChooses-v0", entry_point=FirstChooses, disable_env_checker=True)
+gym.register_envs(ale_py)
+breakout = gym.spec("BreakoutNoFrameskip-v4")  # an agent that presses no FIRE would play it for half an hour
+short = breakout.kwargs | dict(max_num_frames_per_episode=200)
+gym.register("ShortBreakout-v0", entry_point=breakout.entry_point, kwargs=short)
 
 FEW = dict(num_envs=4, num_steps=16, num_minibatches=4, update_epochs=2)
 CUT = dict(env_id="Cut-v0", bootstrap_truncated=True)
-ATARI = dict(env_id="BreakoutNoFrameskip-v4", num_envs=4, num_steps=4)
+ATARI = dict(env_id="ShortBreakout-v0", num_envs=4, num_steps=4)
 GROUPS = dict(num_envs=4, batch_unrolls=4)
 NGU = dict(num_envs=4, num_steps=8, burn_in=2, unroll=8, period=8, batch_sequences=2, learning_starts=1)
 NGU |= dict(replay_steps=800, log_every=1, save_replay=True, target_every=2, embedding_every=3)
@@ -58,7 +62,7 @@ RUNS = {
     "impala_vtrace-lstm": GROUPS | CUT | dict(lstm=True, replay_fraction=0.5, log_every=1),
     "ngu_r2d2": NGU | dict(env_id="CartPole-v1"),
     "ngu_r2d2-retrace": NGU | dict(env_id="MiniGrid-Empty-5x5-v0", target="retrace"),
-    "ngu_r2d2-atari": NGU | dict(env_id="BreakoutNoFrameskip-v4", amp=True, bonus="long-run-mean"),
+    "ngu_r2d2-atari": NGU | dict(env_id="ShortBreakout-v0", amp=True, bonus="long-run-mean"),
 }
 CHOSEN = os.environ.get("SCRIPT")
 ACTORS = ("impala_vtrace", "ppo_async")  # with threads
@@ -136,7 +140,7 @@ def test_more_processes_than_gpus_are_a_mistake(run, gpu, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [f"{run}.py", "--device", "cuda"])
     with pytest.raises(SystemExit) as ended:
         script_of(run).parse_args()
-    assert ended.value.code == 2 and "1 GPU" in one_line(capsys.readouterr().err)
+    assert ended.value.code == 2 and "finds 1 GPU" in one_line(capsys.readouterr().err)
 
 
 @on("impala_vtrace", "impala_vtrace-atari", "impala_vtrace-lstm", "ppo_async", "ppo_async-atari")
@@ -193,7 +197,7 @@ def test_processes_have_a_backend_for_each_device(run, device, gpu, monkeypatch)
 
 @on("ppo", "ppo_atari", "ppo_lstm", "ppo_multidiscrete", "ppo_async", "impala_vtrace", "ngu_r2d2")
 def test_a_longer_run_compiles_no_more(run, gpu, monkeypatch):
-    """Dynamo and AOT autograd without Inductor. A float that changes with the iteration would be a new guard."""
+    """Dynamo and AOT autograd without Inductor. A float that is annealed would need new code each time."""
     counts = []
 
     def counted(graph, inputs):

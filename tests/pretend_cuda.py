@@ -6,11 +6,12 @@
 
 It must be imported before torch, as  python -m pytest -p pretend_cuda  does: a process of its own is best.
 
-As on a GPU: PyTorch itself refuses operations on tensors of two devices, and NumPy sees none of them. A thread begins
-with device 0. Streams run beside one another, and what a stream reads before another has written it is a race.
-The host waits only where PyTorch makes it wait; a copy to the host that does not wait is garbage until it does.
-A CUDA graph repeats what it captured on the same memory, and keeps numbers and CPU tensors as they were. cuDNN
-wants contiguous states and the weights of an LSTM in one piece. init_process_group() and torch.compile see a GPU.
+As on a GPU: PyTorch itself refuses operations on tensors of two devices, and NumPy sees none of them. A thread
+begins with device 0. Streams run beside one another, and it is a race if one reads what another has not yet
+written. The host waits only where PyTorch makes it wait; a copy to the host that does not wait is garbage until
+then. A CUDA graph repeats what it captured on the same memory, and keeps numbers and CPU tensors as they were.
+cuDNN wants contiguous states, and the weights of an LSTM in one piece. init_process_group() and torch.compile
+see a GPU.
 
 Not as on a GPU: kernels, their rounding (TF32, bfloat16), speed, memory, Triton, NCCL.
 """
@@ -66,11 +67,12 @@ WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "uniqu
 WAITING |= {"equal"}
 INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
 # These launch no kernel.
-VIEWS = {"view", "_unsafe_view", "as_strided", "_reshape_alias", "unfold", "view_as_real", "detach", "alias", "t"}
+VIEWS = {"view", "_unsafe_view", "as_strided", "_reshape_alias", "unfold", "view_as_real", "detach", "alias"}
 VIEWS |= {"transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze", "unbind", "split"}
-VIEWS |= {"diagonal", "split_with_sizes"}
+VIEWS |= {"diagonal", "split_with_sizes", "t"}
 FREE = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "set_"} | VIEWS
-FREE |= {"record_stream", "_local_scalar_dense", "_has_compatible_shallow_copy_type", "lift_fresh", "is_pinned"}
+FREE |= {"record_stream", "_local_scalar_dense", "_has_compatible_shallow_copy_type", "lift_fresh"}
+FREE |= {"is_pinned"}
 # These take numbers of the CPU beside tensors of a GPU; pointwise operations do, too.
 WITH_NUMBERS = {"fill_", "masked_fill", "masked_fill_", "where", "_fused_adam_", "_fused_adamw_"}
 
@@ -88,7 +90,7 @@ class Gpu:
         self.launches, self.waits = Counter(), Counter()  # by operation
         self.copied = Counter()  # bytes, by direction
         self.races, self.loose_weights = [], []
-        self.launched, self.done = Counter(), Counter()  # operations by stream; those that the host waited for
+        self.launched, self.done = Counter(), Counter()  # operations by stream; those the host waited for
         self.seen = defaultdict(Counter)  # operations of other streams that a stream has waited for
         self.written, self.read = {}, defaultdict(dict)  # by memory: (stream, operation); operation by stream
         self.on_the_way = []  # copies to the host that nobody has waited for: stream, target, value
@@ -511,16 +513,18 @@ def fakes() -> list[tuple[object, dict]]:
     cuda |= dict(_exchange_device=lambda index: 0, _maybe_exchange_device=lambda index: 0)
     cuda |= dict(device_of=lambda x: contextlib.nullcontext())
     cuda |= dict(Stream=CUDAStream, stream=on_stream, set_stream=set_stream, current_stream=current_stream)
-    cuda |= dict(CUDAGraph=CUDAGraph, graph=capture, is_current_stream_capturing=lambda: GPU.graph is not None)
+    cuda |= dict(CUDAGraph=CUDAGraph, graph=capture)
+    cuda |= dict(is_current_stream_capturing=lambda: GPU.graph is not None)
     cuda |= dict(manual_seed=lambda seed: None, manual_seed_all=lambda seed: None)  # numbers are the CPU's
     cuda |= dict(get_rng_state=lambda *_: torch.zeros(16, dtype=torch.uint8), set_rng_state=lambda *_: None)
     cuda |= dict(get_device_name=lambda *_: "pretend GPU", get_device_capability=lambda *_: (9, 0))
     cuda |= dict(is_bf16_supported=lambda *_: True)
+    checks = [name for name in vars(torch.optim.Optimizer) if name.endswith("_graph_capture_health_check")]
     flatten = dict(_use_cudnn_rnn_flatten_weight=lambda: True, _cudnn_rnn_flatten_weight=flatten_weight)
     return [
         (torch.cuda, cuda),
         (torch, flatten),
-        (torch.optim.Optimizer, dict(_cuda_graph_capture_health_check=check_capturable)),
+        (torch.optim.Optimizer, dict.fromkeys(checks, check_capturable)),
         (torch.backends.cudnn, dict(is_acceptable=lambda x: True)),
         (torch.backends.cudnn.rnn, dict(get_cudnn_mode=lambda mode: 2)),
         (torch._VF, dict(lstm=checked(torch._VF.lstm))),

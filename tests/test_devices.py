@@ -1,7 +1,7 @@
 """--device cuda on a pretend GPU: what goes wrong on a real one, as far as a CPU build of PyTorch can say.
 
-The tests themselves are in devices.py. The pretend GPU must be there before PyTorch is imported, and would change
-what other tests see, so each script's tests have a process of their own.
+The tests themselves are in devices.py. The pretend GPU must be there before PyTorch is imported, and would
+change what other tests see, so each script's tests have a process of their own.
 """
 
 import os
