@@ -405,7 +405,7 @@ class Agent(nn.Module):  # differs from ppo.py: shallow or deep convolutions, wi
 
         state: (2, N, hidden_size), before the first of them.
         """
-        obs, starts = rows["obs"], rows["starts"]
+        obs = rows["obs"]
         x = obs.flatten(0, 1)  # time folded into the batch, section 3.1
         if obs.ndim == 5:
             x = x.to(torch.float32, memory_format=torch.channels_last).div_(255)
@@ -415,7 +415,7 @@ class Agent(nn.Module):  # differs from ppo.py: shallow or deep convolutions, wi
         if self.hidden_size:
             action = nn.functional.one_hot(rows["last_actions"], self.num_actions)
             x = torch.cat((x, action, rows["last_rewards"].clamp(-1, 1)[..., None]), -1)
-            outputs = []
+            starts, outputs = rows["starts"], []
             for steps in sequences(starts):
                 state = state * ~starts[steps.start, :, None]  # reset before the step whose done flag is set
                 output, (hidden, cell) = self.lstm(x[steps], (state[:1], state[1:]))
@@ -430,7 +430,7 @@ def sequences(starts: Tensor) -> list[slice]:
 
     oneDNN keeps compiled code for each length that it meets, so there are few of them.
     """
-    begins, is_start = [0], starts.any(1).tolist()
+    begins, is_start = [0], starts.any(1).tolist() if len(starts) > 1 else [True]
     for t in range(1, len(is_start)):
         if is_start[t] or t == begins[-1] + 16:
             begins.append(t)
@@ -558,8 +558,9 @@ class Unrolls:
 
 
 def tensors(row: dict[str, np.ndarray], args: Args) -> dict[str, Tensor]:
-    """A row (N, ...) of a group as rows (1, N, ...) for the agent."""
-    return {name: torch.as_tensor(x, device=args.device)[None] for name, x in row.items()}
+    """What the agent reads of a row (N, ...) of a group, as rows (1, N, ...)."""
+    read = row if args.lstm else ("obs",)
+    return {name: torch.from_numpy(row[name])[None].to(args.device, non_blocking=True) for name in read}
 
 
 class Actor:
@@ -591,8 +592,9 @@ class Actor:
                 if t < self.args.num_steps:
                     dist, _, self.states[k] = agent(tensors(group.row, self.args), self.states[k])
                     action = dist.sample()
-                    both[k].data["logprobs"][t] = dist.log_prob(action)[0].cpu().numpy()
-                    group.send(action[0].cpu().numpy())
+                    logprob = dist.log_prob(action).to("cpu", non_blocking=True)
+                    group.send(action[0].cpu().numpy())  # here alone the thread waits for a GPU
+                    both[k].data["logprobs"][t] = logprob[0].numpy()
         self.steps += 2 * self.args.num_steps * self.args.group_size
         return both
 

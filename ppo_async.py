@@ -472,13 +472,15 @@ class Actor:  # differs from impala_vtrace.py: values too, no memory
                 if t > 0:
                     self.receive(group, t - 1, segments)
                 data["obs"][t] = group.row["obs"]
-                dist, value = agent(torch.as_tensor(group.row["obs"], device=self.args.device))
-                data["values"][t] = value.cpu().numpy()
+                obs = torch.from_numpy(group.row["obs"]).to(self.args.device, non_blocking=True)
+                dist, value = agent(obs)
                 if t < self.args.num_steps:  # the last value is that of what lies beyond the segment
                     action = dist.sample()
-                    data["logprobs"][t] = dist.log_prob(action).cpu().numpy()
-                    data["actions"][t] = action.cpu().numpy()
+                    logprob = dist.log_prob(action).to("cpu", non_blocking=True)
+                    data["actions"][t] = action.cpu().numpy()  # waits for a GPU, and so for logprob too
                     group.send(data["actions"][t])
+                    data["logprobs"][t] = logprob.numpy()
+                data["values"][t] = value.cpu().numpy()
         self.steps += 2 * self.args.num_steps * self.args.group_size
         return both
 

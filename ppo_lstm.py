@@ -384,7 +384,7 @@ def sequences(starts: Tensor) -> list[slice]:
 
     oneDNN keeps compiled code for each length that it meets, so there are few of them.
     """
-    begins, is_start = [0], starts.any(1).tolist()
+    begins, is_start = [0], starts.any(1).tolist() if len(starts) > 1 else [True]
     for t in range(1, len(is_start)):
         if is_start[t] or t == begins[-1] + 16:
             begins.append(t)
