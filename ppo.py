@@ -253,7 +253,7 @@ def compute_gae(rewards, values, dones, next_value, gamma: float, lam: float) ->
     return advantages
 
 
-def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) -> tuple[Tensor, dict]:
+def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args: Args) -> tuple[Tensor, dict]:
     """Loss of a minibatch of tensors (M, ...), and the diagnostics to log."""
     dist, value = agent(batch["obs"])
     logratio = dist.log_prob(batch["actions"]) - batch["logprobs"]
@@ -296,7 +296,8 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     envs = make_env(args, N)
     agent = Agent(envs).to(args.device)
     flat = flatten(list(agent.parameters()))
-    lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
+    lr = torch.tensor(args.learning_rate)  # tensors, so that annealing does not recompile the update
+    clip = torch.tensor(args.clip_coef, device=args.device)
     optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
 
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")
@@ -312,7 +313,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         print(run_dir)
 
     @torch.enable_grad()
-    def update(batch: dict[str, Tensor], clip: float) -> dict[str, Tensor]:
+    def update(batch: dict[str, Tensor], clip: Tensor) -> dict[str, Tensor]:
         loss, info = ppo_loss(agent, batch, clip, args)
         loss.backward()
         if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients, averaged over the processes of torchrun
@@ -336,7 +337,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         frac = 1 - iteration / args.num_iterations  # detail 4: learning rate annealing
         optimizer.param_groups[0]["lr"].fill_(args.learning_rate * (frac if args.anneal_lr else 1))
-        clip = args.clip_coef * (frac if args.anneal_clip else 1)  # auxiliary detail 1: clip range annealing
+        clip.fill_(args.clip_coef * (frac if args.anneal_clip else 1))  # auxiliary detail 1: clip annealing
         step, episodes, clipfracs = iteration * args.batch_size, [], []
 
         # 1. rollout

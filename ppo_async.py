@@ -393,7 +393,7 @@ def compute_gae(rewards, values, dones, next_value, gamma: float, lam: float) ->
     return advantages
 
 
-def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) -> tuple[Tensor, dict]:
+def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args: Args) -> tuple[Tensor, dict]:
     # differs from ppo.py: the clip may be centered elsewhere
     """Loss of a minibatch of tensors (M, ...), and the diagnostics to log.
 
@@ -682,7 +682,8 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
     agent = Agent(actors.envs, args).to(args.device)
     parameters = list(agent.parameters())
-    lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
+    lr = torch.tensor(args.learning_rate)  # tensors, so that annealing does not recompile the update
+    clip = torch.tensor(args.clip_coef, device=args.device)
     optimizer = torch.optim.Adam(parameters, lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
 
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")
@@ -700,7 +701,7 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
         print(run_dir)
 
     @torch.enable_grad()
-    def update(batch: dict[str, Tensor], clip: float, weight: float) -> dict[str, Tensor]:
+    def update(batch: dict[str, Tensor], clip: Tensor, weight: float) -> dict[str, Tensor]:
         # differs from ppo.py: a process weighs its gradient by its share of the samples
         loss, info = ppo_loss(agent, batch, clip, args)
         optimizer.zero_grad()
@@ -722,7 +723,7 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         frac = 1 - version / args.num_iterations  # detail 4: learning rate annealing, by versions
         optimizer.param_groups[0]["lr"].fill_(args.learning_rate * (frac if args.anneal_lr else 1))
-        clip = args.clip_coef * (frac if args.anneal_clip else 1)  # auxiliary detail 1: clip range annealing
+        clip.fill_(args.clip_coef * (frac if args.anneal_clip else 1))  # auxiliary detail 1: clip annealing
         step, losses = (iteration + 1) * args.batch_size, {}
         ages, clipped = [], []  # staleness of each sample that is trained on, and whether it was clipped
 
