@@ -1,4 +1,4 @@
-"""The scripts on the pretend GPU of pretend_cuda.py. test_devices.py runs this file, each script in a process.
+"""The scripts on the pretend GPU of pretend_cuda.py. test_devices.py runs it, each script in a process.
 
 By hand:  SCRIPT=ppo_atari PYTHONPATH=tests python -m pytest -p pretend_cuda tests/devices.py
 """

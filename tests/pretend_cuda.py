@@ -6,12 +6,12 @@
 
 It must be imported before torch, as  python -m pytest -p pretend_cuda  does: a process of its own is best.
 
-As on a GPU: PyTorch itself refuses operations on tensors of two devices, and NumPy sees none of them. A thread
-begins with device 0. Streams run beside one another, and it is a race if one reads what another has not yet
-written. The host waits only where PyTorch makes it wait; a copy to the host that does not wait is garbage until
-then. A CUDA graph repeats what it captured on the same memory, and keeps numbers and CPU tensors as they were.
-cuDNN wants contiguous states, and the weights of an LSTM in one piece. init_process_group() and torch.compile
-see a GPU.
+As on a GPU: PyTorch itself refuses operations on tensors of two devices, and NumPy sees none of them. A
+thread begins with device 0. Streams run beside one another, and it is a race if one reads what another has
+not yet written. The host waits only where PyTorch makes it wait; a copy to the host that does not wait is
+garbage until then. A CUDA graph repeats what it captured on the same memory, and keeps numbers and CPU
+tensors as they were. cuDNN wants contiguous states, and the weights of an LSTM in one piece.
+init_process_group() and torch.compile see a GPU.
 
 Not as on a GPU: kernels, their rounding (TF32, bfloat16), speed, memory, Triton, NCCL.
 """
