@@ -682,8 +682,8 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
     agent = Agent(actors.envs, args).to(args.device)
     parameters = list(agent.parameters())
-    lr = torch.tensor(args.learning_rate)  # tensors, so that annealing does not recompile the update
-    clip = torch.tensor(args.clip_coef, device=args.device)
+    lr = torch.tensor(args.learning_rate, device=args.device)  # a tensor, or annealing would recompile
+    clip = torch.tensor(args.clip_coef, device=args.device)  # likewise
     optimizer = torch.optim.Adam(parameters, lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
 
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")

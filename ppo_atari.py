@@ -26,7 +26,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,6 +45,7 @@ from ale_py.vector_env import AtariVectorEnv
 from filelock import FileLock, Timeout
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -395,9 +396,11 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     agent = Agent(envs).to(args.device)
     agent.amp = args.amp
     parameters = list(agent.parameters())
-    lr = torch.tensor(args.learning_rate)  # tensors, so that annealing does not recompile the update
-    clip = torch.tensor(args.clip_coef, device=args.device)
-    optimizer = torch.optim.Adam(parameters, lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
+    lr = torch.tensor(args.learning_rate, device=args.device)  # a tensor, or annealing would recompile
+    clip = torch.tensor(args.clip_coef, device=args.device)  # likewise
+    is_graph = args.compile and args.device == "cuda" and WORLD_SIZE == 1  # NCCL in a graph is untried
+    # detail 3: Adam's epsilon
+    optimizer = torch.optim.Adam(parameters, lr=lr, eps=1e-5, fused=True, capturable=is_graph)
 
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")
     run_dir = Path(args.resume or f"runs/{run_name}")
@@ -406,6 +409,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     if args.resume:
         checkpoint = load_checkpoint(args.resume, parts, ("iteration", "last_returns"))
         saved, last_returns = checkpoint["iteration"], checkpoint["last_returns"]
+        optimizer.param_groups[0] |= dict(lr=lr, capturable=is_graph)  # not the checkpoint's
     first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
     if RANK == 0:
         run_lock, writer, bar = start_logging(args, run_dir, first_step)
@@ -429,7 +433,9 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         return info
 
     if args.compile:
-        act, update = (torch.compile(function, mode="reduce-overhead") for function in (act, update))
+        act, update = torch.compile(act), torch.compile(update)
+    if is_graph:
+        act, update = Graph(act), Graph(update)
 
     obs = torch.zeros((T, N, 84, 84, 4), dtype=torch.uint8, device=args.device)
     obs = obs.permute(0, 1, 4, 2, 3)  # (T, N, 4, 84, 84), channels last in memory
@@ -510,6 +516,34 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         writer.close()
         run_lock.release(force=True)
     return run_dir
+
+
+class Graph:
+    """A function of a GPU's tensors as a CUDA graph, which launches all of its kernels at once.
+
+    Whatever else the function reads stays as it was when it was captured, and a call overwrites what the last
+    one returned. The first calls run as they are: code is compiled, and Adam makes its moments.
+    """
+
+    def __init__(self, function: Callable):
+        self.function, self.calls, self.stream = function, 0, torch.cuda.Stream()
+
+    def __call__(self, *args: Tensor | dict[str, Tensor]):
+        self.calls += 1
+        if self.calls <= 3:  # PyTorch's manual wants them on a stream of their own
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                outputs = self.function(*args)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return outputs
+        if self.calls == 4:
+            self.inputs, self.graph = tree_map(torch.clone, args), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.outputs = self.function(*self.inputs)
+        for old, new in zip(tree_leaves(self.inputs), tree_leaves(args), strict=True):
+            old.copy_(new)
+        self.graph.replay()
+        return self.outputs
 
 
 def keep_freed_memory():

@@ -40,6 +40,7 @@ import tyro
 from filelock import FileLock, Timeout
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -293,9 +294,11 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     envs = make_env(args, N)
     agent = Agent(envs).to(args.device)
     flat = flatten(list(agent.parameters()))
-    lr = torch.tensor(args.learning_rate)  # tensors, so that annealing does not recompile the update
-    clip = torch.tensor(args.clip_coef, device=args.device)
-    optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
+    lr = torch.tensor(args.learning_rate, device=args.device)  # a tensor, or annealing would recompile
+    clip = torch.tensor(args.clip_coef, device=args.device)  # likewise
+    is_graph = args.compile and args.device == "cuda" and WORLD_SIZE == 1  # NCCL in a graph is untried
+    # detail 3: Adam's epsilon
+    optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True, capturable=is_graph)
 
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")
     run_dir = Path(args.resume or f"runs/{run_name}")
@@ -304,6 +307,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     if args.resume:
         checkpoint = load_checkpoint(args.resume, parts, ("iteration", "last_returns"))
         saved, last_returns = checkpoint["iteration"], checkpoint["last_returns"]
+        optimizer.param_groups[0] |= dict(lr=lr, capturable=is_graph)  # not the checkpoint's
     first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
     if RANK == 0:
         run_lock, writer, bar = start_logging(args, run_dir, first_step)
@@ -318,11 +322,13 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         norm = flat.grad.norm()  # detail 11: clipping of the global gradient norm
         flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
         optimizer.step()
-        flat.grad.zero_()  # at the end, because a CUDA graph must not change its inputs before it uses them
+        flat.grad.zero_()
         return info
 
     if args.compile:
-        update = torch.compile(update, mode="reduce-overhead")
+        update = torch.compile(update)
+    if is_graph:
+        update = Graph(update)
 
     obs = np.zeros((T, *envs.observation_space.shape), np.float32)
     actions = np.zeros((T, *envs.action_space.shape), envs.action_space.dtype)
@@ -405,6 +411,34 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         writer.close()
         run_lock.release(force=True)
     return run_dir
+
+
+class Graph:
+    """A function of a GPU's tensors as a CUDA graph, which launches all of its kernels at once.
+
+    Whatever else the function reads stays as it was when it was captured, and a call overwrites what the last
+    one returned. The first calls run as they are: code is compiled, and Adam makes its moments.
+    """
+
+    def __init__(self, function: Callable):
+        self.function, self.calls, self.stream = function, 0, torch.cuda.Stream()
+
+    def __call__(self, *args: Tensor | dict[str, Tensor]):
+        self.calls += 1
+        if self.calls <= 3:  # PyTorch's manual wants them on a stream of their own
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                outputs = self.function(*args)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return outputs
+        if self.calls == 4:
+            self.inputs, self.graph = tree_map(torch.clone, args), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.outputs = self.function(*self.inputs)
+        for old, new in zip(tree_leaves(self.inputs), tree_leaves(args), strict=True):
+            old.copy_(new)
+        self.graph.replay()
+        return self.outputs
 
 
 def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:

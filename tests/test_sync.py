@@ -116,10 +116,14 @@ OTHERWISE = {
     "ppo_atari": {
         "setup: optimizer": "has one tensor a layer, as a large network gains nothing by a flat one",
         "setup: if args.compile:": "compiles act(), which is the network's here",
+        "setup: if is_graph:": "captures it, too",
         "setup: obs": "frames are bytes with channels last, where the network is",
         "setup: actions": "are where the network is",
     },
-    "ppo_lstm": {"setup: obs": "frames or vectors, where the network is"},
+    "ppo_lstm": {
+        "setup: obs": "frames or vectors, where the network is",
+        "setup: if is_graph:": "update() waits for the device",
+    },
     "ppo_multidiscrete": {
         "setup: obs": "are where the network is",
         "setup: actions": "have several components",
@@ -134,7 +138,7 @@ OTHERWISE = {
         "setup: (saved, last_returns)": "are of several tasks",
         "setup: agent": "takes args, and the actors' environments",
         "setup: optimizer": "is RMSProp",
-        "setup: if args.compile:": "without CUDA graphs",
+        "setup: if args.resume:": "has an optimizer without a learning rate",
     },
     "ppo_async": {
         "Args.num_steps": "is of a segment",
@@ -142,6 +146,7 @@ OTHERWISE = {
         "Args.batch_size": "counts segments",
         "setup: actors.start": "begins with a version, which may be fewer than iterations",
         "iteration: frac": "counts versions, as only an update is progress",
+        "setup: optimizer": "without CUDA graphs",
         "setup: if args.resume:": "has a version",
     },
     "ngu_r2d2": {
