@@ -55,6 +55,7 @@ from tqdm import tqdm
 
 SCRIPT = Path(__file__).stem
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # of the processes of this machine: each has a GPU
 
 # === Arguments ===============================================================================
 
@@ -178,8 +179,8 @@ def parse_args() -> Args:
         for name in ("env_id", "seed", "num_envs", "num_steps") if args.resume else ():
             if getattr(args, name) != getattr(saved, name):
                 fail(f"--resume cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        fail("--device cuda: PyTorch finds no GPU")
+    if args.device == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
+        fail(f"--device cuda: PyTorch finds {torch.cuda.device_count() or 'no'} GPU; each process needs one")
     return args
 
 
@@ -380,17 +381,17 @@ class Agent(nn.Module):  # differs from ppo.py: shallow or deep convolutions, wi
         super().__init__()
         obs_shape, self.amp = envs.single_observation_space.shape, args.amp
         self.num_actions = int(envs.single_action_space.n)
+        num_features = 256 if len(obs_shape) == 3 else 64
+        self.hidden_size = num_features if args.lstm else 0
+        if args.lstm:  # first, as cuDNN wants its weights at the beginning of what flatten() makes
+            self.lstm = nn.LSTM(num_features + self.num_actions + 1, self.hidden_size)
         if len(obs_shape) == 3:
-            self.network, num_features = convolutions(args.network, obs_shape), 256
+            self.network = convolutions(args.network, obs_shape)
         else:
-            num_features = 64
             self.network = nn.Sequential(
                 layer_init(nn.Linear(obs_shape[0], 64)), nn.Tanh(),
                 layer_init(nn.Linear(64, 64)), nn.Tanh(),
             )  # fmt: skip
-        self.hidden_size = num_features if args.lstm else 0
-        if args.lstm:
-            self.lstm = nn.LSTM(num_features + self.num_actions + 1, self.hidden_size)
         self.actor = layer_init(nn.Linear(num_features, self.num_actions), std=0.01)
         self.critic = layer_init(nn.Linear(num_features, 1), std=1.0)
 
@@ -403,7 +404,7 @@ class Agent(nn.Module):  # differs from ppo.py: shallow or deep convolutions, wi
 
         state: (2, N, hidden_size), before the first of them.
         """
-        obs, starts = rows["obs"], rows["starts"]
+        obs = rows["obs"]
         x = obs.flatten(0, 1)  # time folded into the batch, section 3.1
         if obs.ndim == 5:
             x = x.to(torch.float32, memory_format=torch.channels_last).div_(255)
@@ -413,7 +414,7 @@ class Agent(nn.Module):  # differs from ppo.py: shallow or deep convolutions, wi
         if self.hidden_size:
             action = nn.functional.one_hot(rows["last_actions"], self.num_actions)
             x = torch.cat((x, action, rows["last_rewards"].clamp(-1, 1)[..., None]), -1)
-            outputs = []
+            starts, outputs = rows["starts"], []
             for steps in sequences(starts):
                 state = state * ~starts[steps.start, :, None]  # reset before the step whose done flag is set
                 output, (hidden, cell) = self.lstm(x[steps], (state[:1], state[1:]))
@@ -428,7 +429,7 @@ def sequences(starts: Tensor) -> list[slice]:
 
     oneDNN keeps compiled code for each length that it meets, so there are few of them.
     """
-    begins, is_start = [0], starts.any(1).tolist()
+    begins, is_start = [0], starts.any(1).tolist() if len(starts) > 1 else [True]
     for t in range(1, len(is_start)):
         if is_start[t] or t == begins[-1] + 16:
             begins.append(t)
@@ -556,8 +557,9 @@ class Unrolls:
 
 
 def tensors(row: dict[str, np.ndarray], args: Args) -> dict[str, Tensor]:
-    """A row (N, ...) of a group as rows (1, N, ...) for the agent."""
-    return {name: torch.as_tensor(x, device=args.device)[None] for name, x in row.items()}
+    """What the agent reads of a row (N, ...) of a group, as rows (1, N, ...)."""
+    read = row if args.lstm else ("obs",)
+    return {name: torch.from_numpy(row[name])[None].to(args.device, non_blocking=True) for name in read}
 
 
 class Actor:
@@ -589,8 +591,9 @@ class Actor:
                 if t < self.args.num_steps:
                     dist, _, self.states[k] = agent(tensors(group.row, self.args), self.states[k])
                     action = dist.sample()
-                    both[k].data["logprobs"][t] = dist.log_prob(action)[0].cpu().numpy()
-                    group.send(action[0].cpu().numpy())
+                    logprob = dist.log_prob(action).to("cpu", non_blocking=True)
+                    group.send(action[0].cpu().numpy())  # here alone the thread waits for a GPU
+                    both[k].data["logprobs"][t] = logprob[0].numpy()
         self.steps += 2 * self.args.num_steps * self.args.group_size
         return both
 
@@ -641,10 +644,10 @@ class Actors:
 
     def start(self, agent: Agent, version: int, seed: int):
         """Begin new episodes, and act."""
-        self.publish(agent, version)
         self.before = self.totals()
         for k, actor in enumerate(self.members):
             actor.reset(agent, seed + 2 * k * self.args.group_size)
+        self.publish(agent, version)  # last: it waits until a GPU has written the first states too
         for actor in self.members if not self.args.sync else ():
             name = f"actor of {actor.env_id}"
             self.threads.append(threading.Thread(target=self.run, args=(actor,), name=name, daemon=True))
@@ -653,6 +656,8 @@ class Actors:
     def publish(self, agent: Agent, version: int):
         """Offer a copy of the learner's agent to the actors, who take it as an unroll begins (section 3)."""
         copy = deepcopy(agent)
+        if self.args.lstm:
+            copy.lstm.flatten_parameters()  # deepcopy() scatters the weights, and cuDNN wants one piece
         if self.args.device == "cuda":
             torch.cuda.synchronize()  # the copy is complete before an actor can see it
         self.published = copy, version
@@ -661,7 +666,7 @@ class Actors:
         """The thread of an actor."""
         torch.set_num_threads(1)
         if self.args.device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # a thread begins with device 0
+            torch.cuda.set_device(LOCAL_RANK)  # a thread begins with device 0
             torch.cuda.set_stream(torch.cuda.Stream())  # beside the learner's work, not behind it
         try:
             while True:
@@ -775,7 +780,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     # differs from ppo.py: learn() has the loop; here the actors begin and end
     """Trains and returns the run folder. A signal number in stop ends the run after its iteration, saved."""
     if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
         atexit.register(torch.distributed.destroy_process_group)
@@ -796,7 +801,7 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
     agent = Agent(actors.envs, args).to(args.device)
     flat = flatten(list(agent.parameters()))
-    lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
+    lr = torch.tensor(args.learning_rate, device=args.device)  # a tensor, or annealing would recompile
     optimizer = RMSProp(flat, args.rmsprop_decay, args.rmsprop_eps)
 
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")

@@ -52,6 +52,7 @@ from tqdm import tqdm
 
 SCRIPT = Path(__file__).stem
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # of the processes of this machine: each has a GPU
 
 # === Arguments ===============================================================================
 
@@ -194,8 +195,8 @@ def parse_args() -> Args:
         for name in fixed:
             if getattr(args, name) != getattr(saved, name):
                 fail(f"{flag} cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        fail("--device cuda: PyTorch finds no GPU")
+    if args.device == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
+        fail(f"--device cuda: PyTorch finds {torch.cuda.device_count() or 'no'} GPU; each process needs one")
     return args
 
 
@@ -941,7 +942,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     # differs from ppo.py: a replay between acting and updates, two networks and a curiosity
     """Trains and returns the run folder. A signal number in stop ends the run after its iteration, saved."""
     if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
         atexit.register(torch.distributed.destroy_process_group)
@@ -959,6 +960,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     envs = Envs(args, N, args.num_policies, seed)
     agent = Agent(envs.envs, args).to(args.device)
     target_agent = deepcopy(agent)
+    target_agent.lstm.flatten_parameters()  # deepcopy() scatters the weights, and cuDNN wants one piece
     curiosity = Curiosity(envs.envs, args, N).to(args.device)
     adam = dict(eps=args.adam_eps, fused=True)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, **adam)

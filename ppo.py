@@ -39,11 +39,13 @@ import tyro
 from filelock import FileLock, Timeout
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 SCRIPT = Path(__file__).stem
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # of the processes of this machine: each has a GPU
 
 # === Arguments ===============================================================================
 
@@ -138,8 +140,8 @@ def parse_args() -> Args:
         for name in ("env_id", "seed", "num_envs", "num_steps") if args.resume else ():
             if getattr(args, name) != getattr(saved, name):
                 fail(f"--resume cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        fail("--device cuda: PyTorch finds no GPU")
+    if args.device == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
+        fail(f"--device cuda: PyTorch finds {torch.cuda.device_count() or 'no'} GPU; each process needs one")
     return args
 
 
@@ -251,7 +253,7 @@ def compute_gae(rewards, values, dones, next_value, gamma: float, lam: float) ->
     return advantages
 
 
-def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) -> tuple[Tensor, dict]:
+def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args: Args) -> tuple[Tensor, dict]:
     """Loss of a minibatch of tensors (M, ...), and the diagnostics to log."""
     dist, value = agent(batch["obs"])
     logratio = dist.log_prob(batch["actions"]) - batch["logprobs"]
@@ -283,7 +285,7 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) ->
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
     """Trains and returns the run folder. A signal number in stop ends the run after its iteration, saved."""
     if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
         atexit.register(torch.distributed.destroy_process_group)
@@ -294,8 +296,11 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     envs = make_env(args, N)
     agent = Agent(envs).to(args.device)
     flat = flatten(list(agent.parameters()))
-    lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
-    optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
+    lr = torch.tensor(args.learning_rate, device=args.device)  # tensors, so that annealing recompiles nothing
+    clip = torch.tensor(args.clip_coef, device=args.device)
+    is_graph = args.compile and args.device == "cuda" and WORLD_SIZE == 1  # NCCL in a graph is untried
+    # detail 3: Adam's epsilon
+    optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True, capturable=is_graph)
 
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")
     run_dir = Path(args.resume or f"runs/{run_name}")
@@ -304,13 +309,14 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     if args.resume:
         checkpoint = load_checkpoint(args.resume, parts, ("iteration", "last_returns"))
         saved, last_returns = checkpoint["iteration"], checkpoint["last_returns"]
+        optimizer.param_groups[0] |= dict(lr=lr, capturable=is_graph)  # not the checkpoint's
     first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
     if RANK == 0:
         run_lock, writer, bar = start_logging(args, run_dir, first_step)
         print(run_dir)
 
     @torch.enable_grad()
-    def update(batch: dict[str, Tensor], clip: float) -> dict[str, Tensor]:
+    def update(batch: dict[str, Tensor], clip: Tensor) -> dict[str, Tensor]:
         loss, info = ppo_loss(agent, batch, clip, args)
         loss.backward()
         if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients, averaged over the processes of torchrun
@@ -318,11 +324,13 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         norm = flat.grad.norm()  # detail 11: clipping of the global gradient norm
         flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
         optimizer.step()
-        flat.grad.zero_()  # at the end, because a CUDA graph must not change its inputs before it uses them
+        flat.grad.zero_()
         return info
 
     if args.compile:
-        update = torch.compile(update, mode="reduce-overhead")
+        update = torch.compile(update)
+    if is_graph:
+        update = Graph(update)
 
     obs = np.zeros((T, *envs.observation_space.shape), np.float32)
     actions = np.zeros((T, *envs.action_space.shape), envs.action_space.dtype)
@@ -335,7 +343,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         frac = 1 - iteration / args.num_iterations  # detail 4: learning rate annealing
         optimizer.param_groups[0]["lr"].fill_(args.learning_rate * (frac if args.anneal_lr else 1))
-        clip = args.clip_coef * (frac if args.anneal_clip else 1)  # auxiliary detail 1: clip range annealing
+        clip.fill_(args.clip_coef * (frac if args.anneal_clip else 1))  # auxiliary detail 1: clip annealing
         step, episodes, clipfracs = iteration * args.batch_size, [], []
 
         # 1. rollout
@@ -406,6 +414,34 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         writer.close()
         run_lock.release(force=True)
     return run_dir
+
+
+class Graph:
+    """A function of a GPU's tensors as a CUDA graph, which launches all of its kernels at once.
+
+    Whatever else the function reads stays as it was when it was captured, and a call overwrites what the last
+    one returned. The first calls run as they are: code is compiled, and Adam makes its moments.
+    """
+
+    def __init__(self, function: Callable):
+        self.function, self.calls, self.stream = function, 0, torch.cuda.Stream()
+
+    def __call__(self, *args: Tensor | dict[str, Tensor]):
+        self.calls += 1
+        if self.calls <= 3:  # PyTorch's manual wants them on a stream of their own
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                outputs = self.function(*args)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return outputs
+        if self.calls == 4:
+            self.inputs, self.graph = tree_map(torch.clone, args), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.outputs = self.function(*self.inputs)
+        for old, new in zip(tree_leaves(self.inputs), tree_leaves(args), strict=True):
+            old.copy_(new)
+        self.graph.replay()
+        return self.outputs
 
 
 def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:

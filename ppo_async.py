@@ -57,6 +57,7 @@ from tqdm import tqdm
 
 SCRIPT = Path(__file__).stem
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # of the processes of this machine: each has a GPU
 
 # === Arguments ===============================================================================
 
@@ -172,8 +173,8 @@ def parse_args() -> Args:
         for name in ("env_id", "seed", "num_envs", "num_steps") if args.resume else ():
             if getattr(args, name) != getattr(saved, name):
                 fail(f"--resume cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        fail("--device cuda: PyTorch finds no GPU")
+    if args.device == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
+        fail(f"--device cuda: PyTorch finds {torch.cuda.device_count() or 'no'} GPU; each process needs one")
     return args
 
 
@@ -391,7 +392,7 @@ def compute_gae(rewards, values, dones, next_value, gamma: float, lam: float) ->
     return advantages
 
 
-def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) -> tuple[Tensor, dict]:
+def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args: Args) -> tuple[Tensor, dict]:
     # differs from ppo.py: the clip may be centered elsewhere
     """Loss of a minibatch of tensors (M, ...), and the diagnostics to log.
 
@@ -470,13 +471,15 @@ class Actor:  # differs from impala_vtrace.py: values too, no memory
                 if t > 0:
                     self.receive(group, t - 1, segments)
                 data["obs"][t] = group.row["obs"]
-                dist, value = agent(torch.as_tensor(group.row["obs"], device=self.args.device))
-                data["values"][t] = value.cpu().numpy()
+                obs = torch.from_numpy(group.row["obs"]).to(self.args.device, non_blocking=True)
+                dist, value = agent(obs)
                 if t < self.args.num_steps:  # the last value is that of what lies beyond the segment
                     action = dist.sample()
-                    data["logprobs"][t] = dist.log_prob(action).cpu().numpy()
-                    data["actions"][t] = action.cpu().numpy()
+                    logprob = dist.log_prob(action).to("cpu", non_blocking=True)
+                    data["actions"][t] = action.cpu().numpy()  # waits for a GPU, and so for logprob too
                     group.send(data["actions"][t])
+                    data["logprobs"][t] = logprob.numpy()
+                data["values"][t] = value.cpu().numpy()
         self.steps += 2 * self.args.num_steps * self.args.group_size
         return both
 
@@ -542,7 +545,7 @@ class Actors:  # differs from impala_vtrace.py: one task, and values instead of 
         """The thread of an actor."""
         torch.set_num_threads(1)
         if self.args.device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # a thread begins with device 0
+            torch.cuda.set_device(LOCAL_RANK)  # a thread begins with device 0
             torch.cuda.set_stream(torch.cuda.Stream())  # beside the optimizer's work, not behind it
         try:
             while True:
@@ -640,7 +643,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     # differs from ppo.py: learn() has the loop; here the actors begin and end
     """Trains and returns the run folder. A signal number in stop ends the run after its iteration, saved."""
     if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
         atexit.register(torch.distributed.destroy_process_group)
@@ -662,7 +665,8 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
     agent = Agent(actors.envs, args).to(args.device)
     parameters = list(agent.parameters())
-    lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
+    lr = torch.tensor(args.learning_rate, device=args.device)  # tensors, so that annealing recompiles nothing
+    clip = torch.tensor(args.clip_coef, device=args.device)
     optimizer = torch.optim.Adam(parameters, lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
 
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")
@@ -680,7 +684,7 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
         print(run_dir)
 
     @torch.enable_grad()
-    def update(batch: dict[str, Tensor], clip: float, weight: float) -> dict[str, Tensor]:
+    def update(batch: dict[str, Tensor], clip: Tensor, weight: float) -> dict[str, Tensor]:
         # differs from ppo.py: a process weighs its gradient by its share of the samples
         loss, info = ppo_loss(agent, batch, clip, args)
         optimizer.zero_grad()
@@ -702,7 +706,7 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         frac = 1 - version / args.num_iterations  # detail 4: learning rate annealing, by versions
         optimizer.param_groups[0]["lr"].fill_(args.learning_rate * (frac if args.anneal_lr else 1))
-        clip = args.clip_coef * (frac if args.anneal_clip else 1)  # auxiliary detail 1: clip range annealing
+        clip.fill_(args.clip_coef * (frac if args.anneal_clip else 1))  # auxiliary detail 1: clip annealing
         step, losses = (iteration + 1) * args.batch_size, {}
         ages, clipped = [], []  # staleness of each sample that is trained on, and whether it was clipped
 

@@ -313,7 +313,7 @@ def test_nothing_that_a_compiled_function_returned_is_used_after_the_next_call(n
 
     def compiled(function, mode=None):
         def call(*args):
-            while returned and mode == "reduce-overhead":
+            while returned and hasattr(script, "Graph"):
                 returned.pop().fill_(torch.pi)
             out = tree_map(torch.clone, function(*args))
             returned.extend(tree_leaves(out))
