@@ -801,7 +801,7 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
     agent = Agent(actors.envs, args).to(args.device)
     flat = flatten(list(agent.parameters()))
-    lr = torch.tensor(args.learning_rate, device=args.device)  # a tensor, so that annealing recompiles nothing
+    lr = torch.tensor(args.learning_rate, device=args.device)  # a tensor, or annealing would recompile
     optimizer = RMSProp(flat, args.rmsprop_decay, args.rmsprop_eps)
 
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")

@@ -665,8 +665,8 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
     agent = Agent(actors.envs, args).to(args.device)
     parameters = list(agent.parameters())
-    lr = torch.tensor(args.learning_rate, device=args.device)  # tensors, so that annealing recompiles nothing
-    clip = torch.tensor(args.clip_coef, device=args.device)
+    lr = torch.tensor(args.learning_rate, device=args.device)  # a tensor, or annealing would recompile
+    clip = torch.tensor(args.clip_coef, device=args.device)  # a tensor, too
     optimizer = torch.optim.Adam(parameters, lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
 
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")

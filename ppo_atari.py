@@ -415,8 +415,8 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     agent = Agent(envs).to(args.device)
     agent.amp = args.amp
     parameters = list(agent.parameters())
-    lr = torch.tensor(args.learning_rate, device=args.device)  # tensors, so that annealing recompiles nothing
-    clip = torch.tensor(args.clip_coef, device=args.device)
+    lr = torch.tensor(args.learning_rate, device=args.device)  # a tensor, or annealing would recompile
+    clip = torch.tensor(args.clip_coef, device=args.device)  # a tensor, too
     is_graph = args.compile and args.device == "cuda" and WORLD_SIZE == 1  # NCCL in a graph is untried
     # detail 3: Adam's epsilon
     optimizer = torch.optim.Adam(parameters, lr=lr, eps=1e-5, fused=True, capturable=is_graph)
