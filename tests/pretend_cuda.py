@@ -346,7 +346,7 @@ FALLBACK.fallback(run, "CUDA")
 # PyTorch has code for all devices for these, which does not work here or counts as many kernels.
 EXPLICIT = """
 copy_ convolution convolution_backward clone repeat is_pinned _pin_memory _foreach_copy_ _foreach_norm.Scalar
-_foreach_mul_.Tensor _foreach_mul_.Scalar _foreach_add_.Scalar _foreach_zero_
+_foreach_mul_.Tensor _foreach_mul_.Scalar _foreach_add_.Scalar _foreach_zero_ remainder.Scalar
 """
 OVERRIDES = torch.library.Library("aten", "IMPL")
 for op in EXPLICIT.split():
