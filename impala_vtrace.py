@@ -659,7 +659,7 @@ class Actors:
         if self.args.lstm:
             copy.lstm.flatten_parameters()  # deepcopy() scatters the weights, and cuDNN wants one piece
         if self.args.device == "cuda":
-            torch.cuda.synchronize()  # the copy is complete before an actor can see it
+            torch.cuda.current_stream().synchronize()  # the copy is complete before an actor can see it
         self.published = copy, version
 
     def run(self, actor: Actor):

@@ -538,7 +538,7 @@ class Actors:  # differs from impala_vtrace.py: one task, and values instead of 
         """Offer a copy of the optimizer's agent to the actors, who take it as a segment begins."""
         copy = deepcopy(agent)
         if self.args.device == "cuda":
-            torch.cuda.synchronize()  # the copy is complete before an actor can see it
+            torch.cuda.current_stream().synchronize()  # the copy is complete before an actor can see it
         self.published = copy, version
 
     def run(self, actor: Actor):
