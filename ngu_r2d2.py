@@ -388,8 +388,9 @@ class Agent(nn.Module):  # differs from ppo.py: a recurrent dueling Q network of
         self.num_actions, self.num_policies = int(envs.single_action_space.n), args.num_policies
         self.amp, self.hidden_size, size = args.amp, args.hidden_size, args.hidden_size
         self.squash_reward, self.kind = args.squash_reward, kind_of(envs)
-        self.encoder = encoder(self.kind, scaled_shape(envs), size)
+        # first, as cuDNN wants its weights at the beginning of what flatten() makes
         self.lstm = nn.LSTM(size + self.num_actions + 2 + args.num_policies, size)
+        self.encoder = encoder(self.kind, scaled_shape(envs), size)
         self.value = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, 1))
         self.advantage = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, self.num_actions))
 
@@ -963,8 +964,10 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     target_agent.lstm.flatten_parameters()  # deepcopy() scatters the weights, and cuDNN wants one piece
     curiosity = Curiosity(envs.envs, args, N).to(args.device)
     adam = dict(eps=args.adam_eps, fused=True)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, **adam)
-    auxiliary = torch.optim.Adam(curiosity.parameters(), lr=args.auxiliary_lr, weight_decay=1e-5, **adam)
+    optimizer = torch.optim.Adam([flatten(list(agent.parameters()))], lr=args.learning_rate, **adam)
+    trained = [x for x in curiosity.parameters() if x.requires_grad]
+    trained = flatten(trained) if trained else torch.zeros(0)
+    auxiliary = torch.optim.Adam([trained], lr=args.auxiliary_lr, weight_decay=1e-5, **adam)
     family = policy_family(args.num_policies, args.beta, args.gamma_max, args.gamma_min)
     family = tuple(x.float().to(args.device) for x in family)
     epsilon = epsilons(args.num_envs, args.epsilon)[RANK * N : (RANK + 1) * N]
@@ -987,13 +990,14 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         print(f"replay: {replay.size * N} steps, {replay.num_bytes / 1e6:.0f} MB", file=sys.stderr)
 
     def step_by(optimizer: torch.optim.Optimizer, loss: Tensor):
-        optimizer.zero_grad()
+        (flat,) = optimizer.param_groups[0]["params"]
         loss.backward()
-        parameters = [x for x in optimizer.param_groups[0]["params"] if x.grad is not None]
-        for parameter in parameters if WORLD_SIZE > 1 else ():  # averaged over the processes of torchrun
-            torch.distributed.all_reduce(parameter.grad.div_(WORLD_SIZE))
-        nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+        if WORLD_SIZE > 1:  # averaged over the processes of torchrun
+            torch.distributed.all_reduce(flat.grad.div_(WORLD_SIZE))
+        norm = flat.grad.norm()
+        flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
         optimizer.step()
+        flat.grad.zero_()
 
     @torch.enable_grad()
     def update(batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -1086,6 +1090,16 @@ def keep_freed_memory():
     if sys.platform == "linux":
         for parameter, value in ((-1, 2**31 - 1), (-3, 2**30)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
             ctypes.CDLL(None).mallopt(parameter, value)
+
+
+def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
+    """Makes parameters views of one tensor, and their gradients views of its gradient: a tenth faster."""
+    flat = nn.Parameter(torch.cat([x.data.flatten() for x in parameters]))
+    flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in parameters]
+    for x, part, grad in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
+        part = part.as_strided(x.shape, x.stride()).copy_(x.data)  # channels may be last in memory
+        x.data, x.grad = part, grad.as_strided(x.shape, x.stride())
+    return flat
 
 
 def over_processes(operation: str, x: float | Tensor) -> float:

@@ -664,10 +664,10 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
     if len(actors.envs.single_observation_space.shape) == 1:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
     agent = Agent(actors.envs, args).to(args.device)
-    parameters = list(agent.parameters())
+    flat = flatten(list(agent.parameters()))
     lr = torch.tensor(args.learning_rate, device=args.device)  # a tensor, or annealing would recompile
     clip = torch.tensor(args.clip_coef, device=args.device)  # a tensor, too
-    optimizer = torch.optim.Adam(parameters, lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
+    optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
 
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")
     run_dir = Path(args.resume or f"runs/{run_name}")
@@ -687,12 +687,13 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
     def update(batch: dict[str, Tensor], clip: Tensor, weight: float) -> dict[str, Tensor]:
         # differs from ppo.py: a process weighs its gradient by its share of the samples
         loss, info = ppo_loss(agent, batch, clip, args)
-        optimizer.zero_grad()
         loss.backward()
-        for parameter in parameters if WORLD_SIZE > 1 else ():  # auxiliary detail 2: parallel gradients
-            torch.distributed.all_reduce(parameter.grad.mul_(weight))
-        nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)  # detail 11: gradient clipping
+        if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients
+            torch.distributed.all_reduce(flat.grad.mul_(weight))
+        norm = flat.grad.norm()  # detail 11: clipping of the global gradient norm
+        flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
         optimizer.step()
+        flat.grad.zero_()
         return info
 
     if args.compile:
@@ -804,6 +805,16 @@ def keep_freed_memory():
     if sys.platform == "linux":
         for parameter, value in ((-1, 2**31 - 1), (-3, 2**30)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
             ctypes.CDLL(None).mallopt(parameter, value)
+
+
+def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
+    """Makes parameters views of one tensor, and their gradients views of its gradient: a tenth faster."""
+    flat = nn.Parameter(torch.cat([x.data.flatten() for x in parameters]))
+    flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in parameters]
+    for x, part, grad in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
+        part = part.as_strided(x.shape, x.stride()).copy_(x.data)  # channels may be last in memory
+        x.data, x.grad = part, grad.as_strided(x.shape, x.stride())
+    return flat
 
 
 def over_processes(operation: str, x: float | Tensor) -> float:

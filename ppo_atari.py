@@ -414,12 +414,12 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     envs = make_env(args, N)
     agent = Agent(envs).to(args.device)
     agent.amp = args.amp
-    parameters = list(agent.parameters())
+    flat = flatten(list(agent.parameters()))
     lr = torch.tensor(args.learning_rate, device=args.device)  # a tensor, or annealing would recompile
     clip = torch.tensor(args.clip_coef, device=args.device)  # a tensor, too
     is_graph = args.compile and args.device == "cuda" and WORLD_SIZE == 1  # NCCL in a graph is untried
     # detail 3: Adam's epsilon
-    optimizer = torch.optim.Adam(parameters, lr=lr, eps=1e-5, fused=True, capturable=is_graph)
+    optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True, capturable=is_graph)
 
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")
     run_dir = Path(args.resume or f"runs/{run_name}")
@@ -441,14 +441,14 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
 
     @torch.enable_grad()
     def update(batch: dict[str, Tensor], clip: Tensor) -> dict[str, Tensor]:
-        # differs from ppo.py: one flat tensor would gain nothing for a large network
         loss, info = ppo_loss(agent, batch, clip, args)
-        optimizer.zero_grad()
         loss.backward()
-        for parameter in parameters if WORLD_SIZE > 1 else ():  # auxiliary detail 2: parallel gradients
-            torch.distributed.all_reduce(parameter.grad.div_(WORLD_SIZE))
-        nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)  # detail 11: gradient clipping
+        if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients, averaged over the processes of torchrun
+            torch.distributed.all_reduce(flat.grad.div_(WORLD_SIZE))
+        norm = flat.grad.norm()  # detail 11: clipping of the global gradient norm
+        flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
         optimizer.step()
+        flat.grad.zero_()
         return info
 
     if args.compile:
@@ -564,6 +564,16 @@ class Graph:
             old.copy_(new)
         self.graph.replay()
         return self.outputs
+
+
+def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
+    """Makes parameters views of one tensor, and their gradients views of its gradient: a tenth faster."""
+    flat = nn.Parameter(torch.cat([x.data.flatten() for x in parameters]))
+    flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in parameters]
+    for x, part, grad in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
+        part = part.as_strided(x.shape, x.stride()).copy_(x.data)  # channels may be last in memory
+        x.data, x.grad = part, grad.as_strided(x.shape, x.stride())
+    return flat
 
 
 def keep_freed_memory():

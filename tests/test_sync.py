@@ -33,8 +33,8 @@ PARENT = dict(ppo_shared="ppo", ppo_atari="ppo", ppo_continuous="ppo")
 PARENT |= dict(ppo_lstm="ppo_atari", ppo_multidiscrete="ppo_continuous")
 # against the parent: docstrings, and definitions that one lacks, not counted
 CHANGED_LINES = dict(ppo_shared=20, ppo_atari=95, ppo_continuous=80, ppo_lstm=150, ppo_multidiscrete=150)
-LINES = dict(ppo=607, ppo_shared=604, ppo_atari=727, ppo_continuous=688, ppo_lstm=803, ppo_multidiscrete=750)
-LINES |= dict(impala_vtrace=1099, ppo_async=964, ngu_r2d2=1244)
+LINES = dict(ppo=608, ppo_shared=605, ppo_atari=737, ppo_continuous=689, ppo_lstm=814, ppo_multidiscrete=751)
+LINES |= dict(impala_vtrace=1100, ppo_async=975, ngu_r2d2=1258)
 MORE_SECTIONS = dict(impala_vtrace=["Actors", "Replay"], ppo_async=["Actors"])  # after the algorithm
 MORE_SECTIONS |= dict(ngu_r2d2=["Curiosity", "Replay"])
 
@@ -114,7 +114,6 @@ def without_reason(text: str) -> str:
 # what means something else in a script, and has no room for a comment of its own
 OTHERWISE = {
     "ppo_atari": {
-        "setup: optimizer": "has one tensor a layer, as a large network gains nothing by a flat one",
         "setup: if args.compile:": "compiles act(), which is the network's here",
         "setup: if is_graph:": "captures it, too",
         "setup: obs": "frames are bytes with channels last, where the network is",
@@ -164,8 +163,8 @@ OTHERWISE = {
 }
 # of the statements before the first step, those of ppo.py that another PPO script needs not
 LEFT_OUT = {
-    "ppo_atari": {"setup: torch.set_num_threads", "setup: flat"},
-    "ppo_lstm": {"setup: torch.set_num_threads", "setup: flat"},
+    "ppo_atari": {"setup: torch.set_num_threads"},
+    "ppo_lstm": {"setup: torch.set_num_threads"},
 }
 PAIRS = [(s, name, c) for s in SCRIPTS for name in blocks(SCRIPTS[s]) if (c := canonical(s, name))]
 
