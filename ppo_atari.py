@@ -64,6 +64,7 @@ class Args:
     # rollout
     num_envs: int = 8  # parallel environments, divided among torchrun's processes
     num_steps: int = 128  # steps per environment and rollout (T)
+    halves: bool = False  # the emulators of one half work while the other's actions are chosen
     stall_seconds: int = 20  # an environment that takes longer for a step ends the run
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # GAE: 0 is the one-step advantage, 1 is Monte Carlo
@@ -110,6 +111,7 @@ class Args:
             least = 1 if type(x) is int and name != "seed" else 0
             if type(x) in (int, float) and not least <= x < np.inf:
                 raise ValueError(f"{name} cannot be {x}")
+        is_even = self.num_envs // WORLD_SIZE % 2 == 0
         minibatch_size, rest = divmod(self.batch_size // WORLD_SIZE, self.num_minibatches)
         rules = {
             "give --resume or --evaluate, not both": not (self.resume and self.evaluate),
@@ -118,6 +120,7 @@ class Args:
             "gamma and gae_lambda must be at most 1": max(self.gamma, self.gae_lambda) <= 1,
             "total_timesteps must be at least num_envs * num_steps": self.num_iterations >= 1,
             f"the {WORLD_SIZE} processes of torchrun must divide num_envs": self.num_envs % WORLD_SIZE == 0,
+            "--halves needs an even number of environments in each process": is_even or not self.halves,
             "num_minibatches must divide num_envs * num_steps": rest == 0,
             "a minibatch must hold more than one step": minibatch_size != 1,
         }
@@ -188,27 +191,27 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.send(actions)
         return self.recv()
 
-    def send(self, actions: np.ndarray):
-        """Lets the emulators work side by side, until recv() collects what step() returns."""
+    def send(self, actions: np.ndarray, games: slice = slice(None)):
+        """Lets the emulators of some games work side by side, until recv() collects what step() returns."""
         if not ((0 <= actions) & (actions < self.single_action_space.n)).all():
             raise ValueError(f"not all of {actions} are in {self.single_action_space}")  # ale-py would hang
-        for n, action in enumerate(actions):
+        for n, action in zip(range(self.num_envs)[games], actions, strict=True):
             self._send(n, action)
 
-    def recv(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+    def recv(self, games: slice = slice(None)) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         info, rewards = {}, np.zeros(self.num_envs)
         terminated, truncated, self.ended = np.zeros((3, self.num_envs), bool)
-        for n in range(self.num_envs):
+        for n in range(self.num_envs)[games]:
             frame, reward, terminated[n], truncated[n] = self._receive(n)
             self.stacks[n, :-1] = self.stacks[n, 1:]
             self.stacks[n, -1] = frame
             rewards[n] = np.sign(reward)  # detail 19: reward clipping
         if truncated.any():
-            info["final_obs"] = self.stacks.copy()
+            info["final_obs"] = self.stacks[games].copy()
         self._begin_episodes(self._next_lives((terminated | truncated).nonzero()[0]))
         if self.ended.any():
             info["final_info"] = dict(episode=dict(r=self.returns, l=self.lengths), _episode=self.ended)
-        return self.stacks, rewards, terminated, truncated, info
+        return self.stacks[games], rewards[games], terminated[games], truncated[games], info
 
     def _send(self, n: int, action: int):
         self.games[n].send(np.array([action]))
@@ -461,6 +464,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     actions = torch.zeros((T, N), dtype=torch.int64, device=args.device)
     logprobs, values = torch.zeros((2, T, N), device=args.device)
     rewards, dones = np.zeros((2, T, N), np.float32)
+    halves = [slice(0, N // 2), slice(N // 2, N)] if args.halves else [slice(N)]
     stall_limit = StallLimit(args.env_id, args.stall_seconds)
     with stall_limit:  # a resumed run begins new episodes
         next_obs, _ = envs.reset(seed=args.seed + first_step + RANK * N)
@@ -473,18 +477,22 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         step, episodes, clipfracs = iteration * args.batch_size, [], []
 
         # 1. rollout
-        # differs from ppo.py: the network is too large for acting in NumPy
-        for t in range(T):
-            obs[t] = torch.from_numpy(next_obs)
-            actions[t], logprobs[t], values[t] = act(obs[t])
-            with stall_limit:
-                next_obs, rewards[t], terminated, truncated, info = envs.step(actions[t].cpu().numpy())
-            dones[t] = terminated | truncated
-            step += args.num_envs
-            episodes += [(step, scalars) for scalars in ended_episodes(info)]
-            if args.bootstrap_truncated and (cut := truncated & ~terminated).any():  # beyond the blog
-                final_obs = torch.as_tensor(np.stack(info["final_obs"][cut]), device=args.device)
-                rewards[t, cut] += args.gamma * agent(final_obs)[1].cpu().numpy()
+        # differs from ppo.py: the network is too large for acting in NumPy, and two halves can take turns
+        for t in range(T + 1):
+            for half in halves:
+                if t > 0:
+                    with stall_limit:
+                        next_obs[half], reward, terminated, truncated, info = envs.recv(half)
+                    rewards[t - 1, half], dones[t - 1, half] = reward, terminated | truncated
+                    step += args.num_envs // len(halves)
+                    episodes += [(step, scalars) for scalars in ended_episodes(info)]
+                    if args.bootstrap_truncated and (cut := truncated & ~terminated).any():  # beyond the blog
+                        final_obs = torch.as_tensor(info["final_obs"][cut], device=args.device)
+                        rewards[t - 1, half][cut] += args.gamma * agent(final_obs)[1].cpu().numpy()
+                if t < T:
+                    obs[t, half] = torch.from_numpy(next_obs[half])
+                    actions[t, half], logprobs[t, half], values[t, half] = act(obs[t, half])
+                    envs.send(actions[t, half].cpu().numpy(), half)
 
         # 2. advantages
         # differs from ppo.py: log-probabilities and values are those of the rollout

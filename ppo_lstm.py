@@ -191,27 +191,27 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.send(actions)
         return self.recv()
 
-    def send(self, actions: np.ndarray):
-        """Lets the emulators work side by side, until recv() collects what step() returns."""
+    def send(self, actions: np.ndarray, games: slice = slice(None)):
+        """Lets the emulators of some games work side by side, until recv() collects what step() returns."""
         if not ((0 <= actions) & (actions < self.single_action_space.n)).all():
             raise ValueError(f"not all of {actions} are in {self.single_action_space}")  # ale-py would hang
-        for n, action in enumerate(actions):
+        for n, action in zip(range(self.num_envs)[games], actions, strict=True):
             self._send(n, action)
 
-    def recv(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+    def recv(self, games: slice = slice(None)) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         info, rewards = {}, np.zeros(self.num_envs)
         terminated, truncated, self.ended = np.zeros((3, self.num_envs), bool)
-        for n in range(self.num_envs):
+        for n in range(self.num_envs)[games]:
             frame, reward, terminated[n], truncated[n] = self._receive(n)
             self.stacks[n, :-1] = self.stacks[n, 1:]
             self.stacks[n, -1] = frame
             rewards[n] = np.sign(reward)  # detail 19: reward clipping
         if truncated.any():
-            info["final_obs"] = self.stacks.copy()
+            info["final_obs"] = self.stacks[games].copy()
         self._begin_episodes(self._next_lives((terminated | truncated).nonzero()[0]))
         if self.ended.any():
             info["final_info"] = dict(episode=dict(r=self.returns, l=self.lengths), _episode=self.ended)
-        return self.stacks, rewards, terminated, truncated, info
+        return self.stacks[games], rewards[games], terminated[games], truncated[games], info
 
     def _send(self, n: int, action: int):
         self.games[n].send(np.array([action]))
