@@ -106,6 +106,7 @@ class Args:
         return self.total_timesteps // self.batch_size
 
     def __post_init__(self):
+        # differs from ppo.py: halves
         """Checks the values. tyro reports a ValueError as it reports a wrong flag."""
         for name, x in vars(self).items():
             least = 1 if type(x) is int and name != "seed" else 0
