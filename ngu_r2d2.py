@@ -804,7 +804,7 @@ class Replay:  # differs from impala_vtrace.py: keeps steps once, and cuts its s
         self.states = np.zeros((N, self.size // args.period + 2, 2, hidden_size), np.float32)
         self.sequences = np.zeros((0, 3), np.int64)  # environment, first row and length (in steps) of each
         self.priorities = np.zeros(0)
-        self.added_steps = 0  # of all sequences so far; those that two of them share count once
+        self.steps = 0  # so far, of all environments: rows but the first ones of episodes
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -824,6 +824,7 @@ class Replay:  # differs from impala_vtrace.py: keeps steps once, and cuts its s
         n = ((self.written - self.begun) % self.args.period == 0).nonzero()[0]
         self.states[n, self.place_of_state(self.written[n])] = state[:, n].swapaxes(0, 1)
         self.write(row, np.ones(len(self.written), bool))
+        self.steps += len(self.written)
         self.cut(row["ends"])
 
     def write(self, row: dict[str, np.ndarray], where: np.ndarray):
@@ -839,17 +840,13 @@ class Replay:  # differs from impala_vtrace.py: keeps steps once, and cuts its s
 
     def cut(self, ends: np.ndarray):
         """Add the sequences that are full to the table, and what is left of episodes that have ended."""
-        L, period = self.args.length, self.args.period
         lengths = self.written - 1 - self.begun
-        starts = self.rows["starts"][np.arange(len(ends)), self.begun % self.size]
-        new = lengths - np.where(starts, 0, L - period)  # the others are in the sequence before
-        is_over = ends | (lengths == L)
-        n = (is_over & (new > 0)).nonzero()[0]
-        self.sequences = np.append(self.sequences, np.stack((n, self.begun[n], lengths[n]), 1), axis=0)
+        n = (ends | (lengths == self.args.length)).nonzero()[0]
+        added = np.stack((n, self.begun[n], lengths[n]), axis=1)
         largest = self.priorities.max(initial=0) or 1.0  # unseen: as the most surprising
-        self.priorities = np.append(self.priorities, np.full(len(n), largest))
-        self.added_steps += int(new[n].sum())
-        self.begun += period * is_over
+        self.sequences = np.concatenate((self.sequences, added))
+        self.priorities = np.concatenate((self.priorities, np.full(len(n), largest)))
+        self.begun[n] += self.args.period
 
     def place_of_state(self, row: np.ndarray) -> np.ndarray:
         """In the ring of states, for a sequence by its first row: at least `period` rows lie between two."""
@@ -884,13 +881,13 @@ class Replay:  # differs from impala_vtrace.py: keeps steps once, and cuts its s
     def state_dict(self) -> dict:
         names = ("written", "states", "sequences", "priorities")
         arrays = self.rows | {name: getattr(self, name) for name in names}
-        return {name: torch.from_numpy(x) for name, x in arrays.items()} | dict(added_steps=self.added_steps)
+        return {name: torch.from_numpy(x) for name, x in arrays.items()} | dict(steps=self.steps)
 
     def load_state_dict(self, state: dict):
         for name, x in (self.rows | dict(written=self.written, states=self.states)).items():
             x[:] = state[name].numpy()
         self.sequences, self.priorities = state["sequences"].numpy(), state["priorities"].numpy()
-        self.added_steps = state["added_steps"]
+        self.steps = state["steps"]
 
 
 # === Training ================================================================================
@@ -1032,7 +1029,8 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
             curiosity.merge()
 
         # 2. update
-        is_early = over_processes("MAX", replay.added_steps * WORLD_SIZE < args.learning_starts)
+        is_early = replay.steps * WORLD_SIZE < args.learning_starts or not len(replay)
+        is_early = over_processes("MAX", is_early)
         for _ in range(0 if is_early else args.updates_per_rollout):
             places, batch = replay.sample(batch_sequences, rng)
             batch = {name: torch.as_tensor(x, device=args.device) for name, x in batch.items()}
