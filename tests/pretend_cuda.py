@@ -239,9 +239,12 @@ class Borrowed:
     def adopt_changes(self):
         """Gives ours the shapes and memory that an operation in place has changed."""
         for y, x in self.lent.values():
-            shape = [(z.shape, z.stride(), z.storage_offset()) for z in (x, y)]
-            if memory_of(y) != memory_of(x) or shape[0] != shape[1]:
-                pretend.adopt(x, y, memory_of(y) != memory_of(x))
+            has_moved = memory_of(y) != memory_of(x)
+            ours, theirs = ((z.shape, z.stride(), z.storage_offset()) for z in (x, y))
+            if has_moved or ours != theirs:
+                pretend.adopt(x, y, has_moved)
+            if has_moved:
+                GPU.forget(x)
 
     def give_back(self, y, index: int | None):
         """A result: what was lent, a view of it, or a new tensor of the GPU of this index."""
