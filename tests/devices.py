@@ -129,7 +129,7 @@ def test_processes_have_a_backend_for_each_device(run, device, gpu, monkeypatch)
     assert "cpu" in backends and (device == "cpu" or backends["cuda"] == "nccl")
 
 
-@on("ppo", "ppo_atari", "ppo_async", "impala_vtrace", "ngu_r2d2")
+@on("ppo", "ppo_atari", "ppo_async", "impala_vtrace")
 def test_annealing_compiles_nothing_anew(run, gpu, monkeypatch):
     """Dynamo and AOT autograd without Inductor. A float that is annealed would need new code each time."""
     graphs, counts, seed = [], [], torch.manual_seed
