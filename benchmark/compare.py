@@ -130,11 +130,10 @@ def along(result: Result, target: Target) -> str:
     return f"{(ours >= points[:, 1] - points[:, 2])[seen].mean():.0%}" if seen.any() else ""
 
 
-def load(row: Row, args: Args) -> Result | None:
-    prefix = "__".join((row.name, *args.flags.replace("--", "").split()))
-    seeds = {}
-    for path in args.results.glob(f"{prefix}__*.csv"):
-        seed = path.stem.removeprefix(f"{prefix}__")
+def load(suite: str, row: Row, args: Args) -> Result | None:
+    prefix, seeds = f"{row.name(args.flags)}__", {}
+    for path in (args.results / suite).glob("*.csv"):
+        seed = path.stem.removeprefix(prefix)
         if seed.isdigit():
             seeds[int(seed)] = np.loadtxt(path, delimiter=",", skiprows=1, usecols=(0, 2))
     return Result(row, dict(sorted(seeds.items()))) if seeds else None
@@ -161,7 +160,7 @@ def table(results: list[tuple[Row, Result | None]]) -> list[list[str]]:
     lines = [head]
     for row, result in results:
         task = row.env_id.split(":")[-1].replace("NoFrameskip-v4", "")
-        task += f", {row.variant}" if row.variant else ""
+        task += f", {row.label}" if row.label else ""
         if result is None:
             wanted = " / ".join(
                 f"{number(t.mean)} ± {number(t.std)} ({t.by})" for t in row.targets if t.mean is not None
@@ -248,7 +247,7 @@ def picture(suite: str, results: list[tuple[Row, Result | None]]) -> bytes:
                     markersize=4,
                     label=target.by,
                 )
-        ax.set_title(", ".join(filter(None, (row.env_id.split(":")[-1], row.variant))), fontsize=9)
+        ax.set_title(", ".join(filter(None, (row.env_id.split(":")[-1], row.label))), fontsize=9)
         ax.tick_params(labelsize=7)
         ax.legend(fontsize=6)
     for ax in axes.flat[len(shown) :]:
@@ -289,16 +288,16 @@ def main():
         sys.exit(2)
     sections, is_short = [], False
     for suite in args.suites:
-        results = [(row, load(row, args)) for row in SUITES[suite]]
+        results = [(row, load(suite, row, args)) for row in SUITES[suite]]
         lines, png = table(results), None
         if any(result for _, result in results):
             png = picture(suite, results)
-            (args.results / f"{suite}.png").write_bytes(png)
+            (args.results / suite / "curves.png").write_bytes(png)
         print(f"\n{suite}\n\n{markdown(lines)}")
         for row, result in results if args.reach is not None else ():
             if result:
                 steps = ", ".join(f"{step:.0f}" for step in result.first(args.reach))
-                print(f"{row.name}: {args.reach:g} first at {steps}")
+                print(f"{row.name()}: {args.reach:g} first at {steps}")
         is_short |= any(line[-2].startswith("short") for line in lines)
         sections.append((suite, lines, png))
     (args.results / "index.html").write_text(page(sections))

@@ -44,10 +44,10 @@ def main():
     ]
     lines = [head]
     for row in SUITES["staleness"]:
-        result = compare.load(row, compare.Args(results=args.results))
+        result = compare.load("staleness", row, compare.Args(results=args.results))
         if result is None:
             continue
-        kind, value = row.variant.split("_")
+        kind, value = row.label.split("_")
         steps = np.linspace(0, result.reached, 401)[5:]
         ours = np.array([result.at(step) for step in steps])  # (points, seeds)
         trained = steps * (float(value) if kind == "reuse" else 1)
@@ -66,7 +66,7 @@ def main():
         ax.set(title=title, xlabel=label)
         ax.legend()
     axes[3].set_xlim(0, 200_000)
-    figure.savefig(args.results / "staleness_and_reuse.png", dpi=80, metadata={"Software": None})
+    figure.savefig(args.results / "staleness/staleness_and_reuse.png", dpi=80, metadata={"Software": None})
     print(compare.markdown(lines))
 
 

@@ -1,6 +1,8 @@
 """The benchmark's tools, on short runs: nothing is lost or run twice, and a worse run is called short."""
 
 import csv
+import json
+import os
 import re
 import shutil
 import signal
@@ -8,17 +10,20 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import OTHERS, SCRIPTS, scalars
+import tyro
+from conftest import OTHERS, SCRIPTS, scalars, wait_for
 
 import benchmark.tasks  # noqa: F401  registers the maze
 import ngu_r2d2
 from benchmark import compare, disco
+from benchmark.run import Args, Run, end_last_part
 from benchmark.suites import SUITES, Row, Target
 
 ROOT = Path(__file__).parent.parent
@@ -26,32 +31,105 @@ RESULTS = ROOT / "benchmark/results"
 
 
 def command(*flags):
-    tiny = ["--scripts", "ppo", "--env-ids", "CartPole-v1", "--work", "work", "--results", "results"]
+    tiny = ["--scripts", "ppo", "--env-ids", "CartPole-v1", "--results", "results"]
     return [sys.executable, ROOT / "benchmark/run.py", "classic", *tiny, *map(str, flags)]
 
 
-def rows(path="results/runs.csv"):
+def run_it(*flags, code=0):
+    done = subprocess.run(command(*flags), capture_output=True, text=True, timeout=600)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def rows(path="results/classic/runs.csv"):
     with open(path) as file:
         return list(csv.DictReader(file))
 
 
+def csv_of(*flags, seed=1):
+    return Path("results/classic", "__".join(["CartPole-v1__ppo", *flags, f"{seed}.csv"]))
+
+
+SHORT = "total-timesteps=4096"
+
+
 def test_run_writes_a_csv_a_run_and_repeats_none():
     flags = ["--seeds", "1,2", "--total-timesteps", 4096]
-    subprocess.run(command(*flags), check=True, capture_output=True, timeout=600)
-    assert [row["run"] for row in sorted(rows(), key=lambda row: row["run"])] == [
-        "CartPole-v1__ppo__1",
-        "CartPole-v1__ppo__2",
-    ]
-    episodes = rows("results/CartPole-v1__ppo__1.csv")
-    (run_dir,) = Path("work/CartPole-v1__ppo__1/runs").iterdir()
+    run_it(*flags, "--workers", 2)
+    assert [row["run"] for row in rows()] == [f"CartPole-v1__ppo__{SHORT}__{seed}" for seed in (1, 2)]
+    subprocess.run([sys.executable, ROOT / "ppo.py", "--total-timesteps", "4096"], check=True)
+    (run_dir,) = Path("runs").iterdir()
     logged = scalars(run_dir, "charts/episodic_return")
+    episodes = rows(csv_of(SHORT))
     assert [(int(e["step"]), float(e["return"])) for e in episodes] == logged and len(logged) > 20
     assert all(float(e["return"]) == float(e["length"]) for e in episodes)
     seconds = [float(e["seconds"]) for e in episodes]
     assert seconds == sorted(seconds)
-    before = Path("results/CartPole-v1__ppo__1.csv").stat().st_mtime_ns
-    subprocess.run(command(*flags), check=True, capture_output=True, timeout=600)
-    assert len(rows()) == 2 and Path("results/CartPole-v1__ppo__1.csv").stat().st_mtime_ns == before
+    before = csv_of(SHORT).stat().st_mtime_ns
+    run_it(*flags)
+    assert len(rows()) == 2 and csv_of(SHORT).stat().st_mtime_ns == before
+    assert not list(Path("results/classic/unfinished").glob("CartPole*"))  # finished runs have left
+
+
+def test_a_row_names_build_machine_and_command():
+    run_it("--seeds", 1, "--total-timesteps", 4096, "--flags=--learning-rate 0", "--threads", 2)
+    (row,) = rows()
+    git = lambda *words: subprocess.check_output(["git", *words], cwd=ROOT, text=True).rstrip()  # noqa: E731
+    assert row["run"] == f"CartPole-v1__ppo__learning-rate=0__{SHORT}__1"
+    assert row["commit"] == git("rev-parse", "--short=10", "HEAD")
+    status = git("status", "--porcelain", "--", ".", ":(exclude)benchmark/results").splitlines()
+    assert row["changed"] == (" ".join(line[3:] for line in status) or "nothing")
+    assert row["fingerprint"] == f"ppo.py {git('hash-object', 'ppo.py')[:12]}"
+    assert row["threads"] == "2" and row["parts"] == "1" and 0 < int(row["seconds"]) < 600
+    assert (
+        f"torch {torch.__version__}, numpy {np.__version__}, gymnasium {gym.__version__}" in row["versions"]
+    )
+    assert row["machine"].startswith(f"{os.cpu_count()} x ") and len(row["machine"]) > 10
+    assert abs(datetime.fromisoformat(row["started"]).timestamp() - time.time()) < 600
+    assert row["command"].startswith("python ppo.py --env-id CartPole-v1 --seed 1 --learning-rate 0 --total")
+    shutil.copy(ROOT / "ppo.py", ".")  # the command makes the CSV again
+    subprocess.run([sys.executable, *row["command"].split()[1:]], check=True)
+    (run_dir,) = Path("runs").iterdir()
+    episodes = rows(csv_of("learning-rate=0", SHORT))
+    assert [(int(e["step"]), float(e["return"])) for e in episodes] == scalars(
+        run_dir, "charts/episodic_return"
+    )
+
+
+def test_other_flags_are_another_run():
+    """A learning rate of 0, and a longer schedule, in the same results folder: neither is the first run."""
+    run_it("--seeds", 1, "--total-timesteps", 4096)
+    run_it("--seeds", 1, "--total-timesteps", 4096, "--flags=--learning-rate 0")
+    run_it("--seeds", 1, "--total-timesteps", 8192)
+    first, flat = rows(csv_of(SHORT)), rows(csv_of("learning-rate=0", SHORT))
+    longer = rows(csv_of("total-timesteps=8192"))
+    assert [e["return"] for e in first] != [e["return"] for e in flat]
+    assert int(longer[-1]["step"]) > 4096 and [row["parts"] for row in rows()] == ["1"] * 3
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_run_of_another_build_is_not_taken_over(is_finished):
+    """Neither as a result nor to go on from: one line, until --anew makes it again."""
+    flags = ["--seeds", 1, "--total-timesteps", 4096]
+    if is_finished:
+        run_it(*flags)
+        path = Path("results/classic/runs.csv")
+    else:
+        path = Path(f"results/classic/unfinished/CartPole-v1__ppo__{SHORT}__1/run.json")
+        path.parent.mkdir(parents=True)
+        run = Run(Args("classic", total_timesteps=4096), SUITES["classic"][0], 1)
+        path.write_text(json.dumps(run.identity | dict(parts=[])))
+    path.write_text(re.sub(r"ppo.py \w{12}", "ppo.py 0123456789ab", path.read_text()))
+    error = run_it(*flags, code=2).stderr
+    assert re.fullmatch(
+        r"run.py: error: \S+ has another fingerprint: ppo.py 0123456789ab, not .*; --anew .*\n", error
+    )
+    run_it(*flags, "--anew")
+    (row,) = rows()
+    assert "0123456789ab" not in row["fingerprint"]
+    before = csv_of(SHORT).stat().st_mtime_ns
+    run_it(*flags, "--anew")
+    assert csv_of(SHORT).stat().st_mtime_ns == before  # it is of this build now
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
@@ -59,35 +137,106 @@ def test_a_stopped_runner_goes_on_where_it_was(signum):
     """SIGTERM stops the runs, which are resumed; kill -9 leaves them to end alone: they are waited for."""
     flags = ["--seeds", "1", "--total-timesteps", 100_000]
     runner = subprocess.Popen(command(*flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    log, deadline = Path("work/CartPole-v1__ppo__1/log.txt"), time.time() + 300
-    while not (log.exists() and "step/s" in log.read_text()) and time.time() < deadline:
-        time.sleep(0.1)
+    folder = Path("results/classic/unfinished/CartPole-v1__ppo__total-timesteps=100000__1")
+    wait_for(lambda: list(folder.glob("runs/*/events*")) and "step/s" in (folder / "log.txt").read_text())
     time.sleep(1)
     runner.send_signal(signum)
     runner.communicate(timeout=600)
     assert runner.returncode == (130 if signum == signal.SIGTERM else -signum)
-    (run_dir,) = Path("work/CartPole-v1__ppo__1/runs").iterdir()
+    (run_dir,) = (folder / "runs").iterdir()
     if signum == signal.SIGTERM:
         assert 0 < torch.load(run_dir / "checkpoint.pt")["iteration"] < 195
-    assert not Path("results").exists()
-    subprocess.run(command(*flags), check=True, capture_output=True, timeout=600)
-    assert list(Path("work/CartPole-v1__ppo__1/runs").iterdir()) == [run_dir] and len(rows()) == 1
-    assert torch.load(run_dir / "checkpoint.pt")["iteration"] == 195
-    assert [step for step, _ in scalars(run_dir, "charts/SPS")] == list(range(512, 512 * 195 + 1, 512))
+    assert not Path("results/classic/runs.csv").exists()
+    again = subprocess.Popen(command(*flags), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    kept = Path("kept")  # the folder leaves with the end of the run: its events are held by links
+    kept.mkdir()
+    while again.poll() is None:
+        for path in run_dir.glob("events*"):
+            if not (kept / path.name).exists():
+                (kept / path.name).hardlink_to(path)
+        assert len(list((folder / "runs").glob("*"))) <= 1
+        time.sleep(0.05)
+    assert again.returncode == 0 and not folder.exists()
+    assert [step for step, _ in scalars(kept, "charts/SPS")] == list(range(512, 512 * 195 + 1, 512))
+    (row,) = rows()
+    assert row["parts"] == "2" and 1 <= int(row["seconds"]) < 300
+    episodes = rows(csv_of("total-timesteps=100000"))
+    assert [int(e["step"]) for e in episodes] == [step for step, _ in scalars(kept, "charts/episodic_return")]
 
 
-def test_stop_at_ends_a_run_early_on_its_full_schedule():
-    flags = ["--seeds", "1", "--total-timesteps", 50_000_000, "--stop-at", 20_000]
-    subprocess.run(command(*flags), check=True, capture_output=True, timeout=600)
-    episodes = rows("results/CartPole-v1__ppo__1.csv")
+def test_seconds_are_the_sum_of_the_parts():
+    log = Path("log.txt")
+    log.write_text("")
+    os.utime(log, (1_000_000_060, 1_000_000_060))
+    start = datetime.fromtimestamp(1_000_000_000, timezone.utc).isoformat()
+    parts = [dict(started=start, seconds=30), dict(started=start, seconds=None)]
+    end_last_part(parts, log)  # its runner was killed: it lasted until the last line of the log
+    assert [part["seconds"] for part in parts] == [30, 60]
+
+
+def test_stop_at_ends_a_run_early_on_its_full_schedule_and_a_higher_one_continues_it():
+    flags = ["--seeds", "1", "--total-timesteps", 50_000_000, "--stop-at"]
+    run_it(*flags, 20_000)
+    path = csv_of("total-timesteps=50000000")
+    episodes = rows(path)
     assert 20_000 <= int(episodes[-1]["step"]) + 500
-    (run_dir,) = Path("work/CartPole-v1__ppo__1/runs").iterdir()
+    (run_dir,) = Path("results/classic/unfinished", path.stem, "runs").iterdir()
     assert scalars(run_dir, "charts/learning_rate")[-1][1] > 2.4e-4  # of 50 million steps
-    for path in Path("results").iterdir():
-        path.unlink()
-    flags[-1] = 10_000  # as if it had been stopped by hand
-    subprocess.run(command(*flags), check=True, capture_output=True, timeout=600)
-    assert rows("results/CartPole-v1__ppo__1.csv") == episodes and len(rows()) == 1
+    assert [(row["steps"], row["schedule"], row["parts"]) for row in rows()] == [("20000", "50000000", "1")]
+    longer = int(episodes[-1]["step"]) + 100_000
+    run_it(*flags, longer)
+    assert rows(path)[: len(episodes)] == episodes and int(rows(path)[-1]["step"]) + 500 >= longer
+    assert [(row["steps"], row["parts"]) for row in rows()] == [(str(longer), "2")]
+    before = path.read_bytes()
+    for used in (path, path.with_name("runs.csv")):
+        used.unlink()
+    run_it(*flags, 10_000)  # as if it had been stopped by hand
+    assert path.read_bytes() == before and [row["steps"] for row in rows()] == ["10000"]
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--seeds", "1-3"], "--seeds 1-3: write 1..3 or 1,5"),
+        (["--seeds", "3..1"], "--seeds 3..1: write 1..3 or 1,5"),
+        (
+            ["--env-ids", "CartPole-v2"],
+            "--env-ids: classic has no CartPole-v2; it has CartPole-v1, Acrobot-v1, ",
+        ),
+        (["--scripts", "ppo.py"], "--scripts: classic has no ppo.py; it has ppo, ppo_shared"),
+        (["--workers", "0"], "workers cannot be 0"),
+        (["--stop-at", "0"], "stop_at cannot be 0"),
+        (["--flags", "learning-rate 0"], "--flags 'learning-rate 0': write them as for a script"),
+        (["--flags=" + " ".join(f"--flag-{k} {k}" for k in range(30))], "CartPole-v1__ppo__flag-0=0"),
+    ],
+)
+def test_mistakes_of_run(flags, message):
+    done = subprocess.run(command(*flags), capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(f"run.py: error: {message}")
+    assert done.stderr.count("\n") == 1 and not Path("results").exists()
+
+
+def test_a_wrong_flag_of_a_script_ends_the_runner():
+    done = run_it("--seeds", "1..9", "--flags=--learning-rate nonsense", code=2)
+    assert "CartPole-v1__ppo__learning-rate=nonsense__1 ended with 2" in done.stderr
+    assert not list(Path("results/classic/unfinished").glob("*__9"))
+
+
+def test_help_lists_the_suites():
+    done = subprocess.run([*command()[:2], "--help"], capture_output=True, text=True)
+    words = done.stdout.replace(",", " ").split()
+    assert done.returncode == 0 and SUITES.keys() <= set(words)
+
+
+def test_rows_have_flags_of_their_scripts_and_names_of_their_own():
+    for suite, content in SUITES.items():
+        names = [row.name() for row in content]
+        assert len(set(names)) == len(names), suite
+        for row in content:
+            flags = [x for name, value in row.options().items() for x in (f"--{name}", *value.split())]
+            tyro.cli((SCRIPTS | OTHERS)[row.script].Args, args=["--env-id", row.env_id, *flags])
+            assert all(f"__{name}" in row.name() for name in row.options())
+            assert len(f"{row.name()}__total-timesteps=10000000__10") <= 240
 
 
 def result(values, steps=500_000, row=None, published=(490.0, 6.0)):
@@ -145,31 +294,18 @@ def test_interquartile_mean_and_interval():
     assert compare.interval(np.array([3.0]), np.mean) == (3, 3)
 
 
-def test_the_planted_regression_is_called_short():
-    """CartPole at a tenth of the learning rate, whose results are committed beside the good ones."""
-    script = [sys.executable, ROOT / "benchmark/compare.py", "classic", "--results"]
-    for path in RESULTS.glob("*.csv"):
-        Path(path.name).write_bytes(path.read_bytes())
-    done = subprocess.run([*script, ".", "--flags=--learning-rate 2.5e-5"], capture_output=True, text=True)
-    assert done.returncode == 1 and re.search(r"\| ppo \| CartPole-v1 .* short", done.stdout), done.stdout
-    good = subprocess.run([*script, "."], capture_output=True, text=True)
-    assert re.search(r"\| ppo \| CartPole-v1 .* (reproduced|better)", good.stdout), good.stdout
-    page = Path("index.html").read_text()
-    assert "data:image/png;base64" in page and "http" not in page
-
-
 def test_tables_of_the_results_page_are_those_of_the_csvs():
     page = (ROOT / "benchmark/RESULTS.md").read_text()
     shown = re.findall(r"<!-- (\w+) -->\n(.*?)\n<!-- end of \1 -->", page, re.DOTALL)
-    assert {suite for suite, _ in shown} == SUITES.keys() - {"staleness"}  # which has a table of its own
+    assert [suite for suite, _ in shown] == [*SUITES]
     for suite, table in shown:
-        rows = [(row, compare.load(row, compare.Args())) for row in SUITES[suite]]
+        rows = [(row, compare.load(suite, row, compare.Args())) for row in SUITES[suite]]
         assert table == compare.markdown(compare.table(rows)), suite
 
 
 def test_writing_one_table_leaves_the_others(monkeypatch):
     monkeypatch.setattr(compare, "PAGE", Path("RESULTS.md"))
-    page = "a\n<!-- classic -->\nold\n<!-- end of classic -->\nb\n<!-- own -->\nkept\n<!-- end of own -->\n"
+    page = "a\n<!-- classic -->\nold\n<!-- end of classic -->\nb\n<!-- ngu -->\nkept\n<!-- end of ngu -->\n"
     compare.PAGE.write_text(page)
     monkeypatch.setattr(sys, "argv", ["compare.py", "classic", "--write", "--results", "."])
     with pytest.raises(SystemExit):
@@ -191,28 +327,11 @@ def test_unknown_suite():
 
 def test_staleness_table_of_the_page():
     """The table of docs/async.md is the one that staleness.py prints."""
-    for path in RESULTS.glob("CartPole-v1__ppo_async__*_*.csv"):
-        shutil.copy(path, ".")
+    shutil.copytree(RESULTS / "staleness", "staleness")
     tool = [sys.executable, ROOT / "benchmark/staleness.py", "--results", "."]
     table = subprocess.run(tool, check=True, capture_output=True, text=True).stdout.strip()
     assert len(table.splitlines()) == 2 + 15 and table in (ROOT / "docs/async.md").read_text()
-    assert Path("staleness_and_reuse.png").stat().st_size > 10_000
-
-
-def test_ablation_of_the_page():
-    """V-trace ahead on the cliff, and the numbers of docs/impala.md are those of the CSVs."""
-    ends = {}
-    for row in SUITES["ablation"]:
-        returns = compare.load(row, compare.Args()).at(row.steps)
-        ends.setdefault(row.env_id.split(":")[-1], {})[row.variant] = returns
-        assert len(returns) == 3
-    page = (ROOT / "docs/impala.md").read_text().replace("−", "-")
-    cliff, cart = ends["CliffWalk-v0"], ends["CartPole-v1"]
-    for kind in cliff:
-        numbers = [", ".join(f"{x:.{digits}f}" for x in x[kind]) for x, digits in ((cliff, 1), (cart, 0))]
-        assert f"| `{kind}` | {numbers[0]} | {numbers[1]} |" in page
-    vtrace = cliff.pop("vtrace")
-    assert all(vtrace.min() > returns.max() + 10 for returns in cliff.values())
+    assert Path("staleness/staleness_and_reuse.png").stat().st_size > 10_000
 
 
 def newest_speeds():
@@ -242,7 +361,8 @@ def test_results_of_the_readme():
     readme = (ROOT / "README.md").read_text()
     pattern = r"^\| `(\w+)` \| (\S+) \| (.*M) \| (\d+) \| (\S+) \| (?:(\S+) \((.*)\)|nothing) \|$"
     rows = re.findall(pattern, readme, re.MULTILINE)
-    assert len(rows) >= 5
+    section = readme.partition("\n## Results\n")[2].partition("\n## ")[0]
+    assert len(rows) == section.count("\n| `")
     for script, task, steps, seeds, ours, theirs, source in rows:
         (row,) = re.findall(rf"^\| {script} \| {task} \| {steps} \| .*$", page, re.MULTILINE)
         cells = [cell.strip() for cell in row.split("|")]
