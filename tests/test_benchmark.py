@@ -20,10 +20,11 @@ import torch
 import tyro
 from conftest import OTHERS, SCRIPTS, scalars, wait_for
 
-import benchmark.tasks  # noqa: F401  registers the maze
+import benchmark.studies.maze  # noqa: F401  registers it
 import ngu_r2d2
-from benchmark import compare, disco
+from benchmark import compare
 from benchmark.run import Args, Run, end_last_part
+from benchmark.studies import exploration
 from benchmark.suites import SUITES, Row, Target
 
 ROOT = Path(__file__).parent.parent
@@ -328,7 +329,7 @@ def test_unknown_suite():
 def test_staleness_table_of_the_page():
     """The table of docs/async.md is the one that staleness.py prints."""
     shutil.copytree(RESULTS / "staleness", "staleness")
-    tool = [sys.executable, ROOT / "benchmark/staleness.py", "--results", "."]
+    tool = [sys.executable, ROOT / "benchmark/studies/staleness.py", "--results", "."]
     table = subprocess.run(tool, check=True, capture_output=True, text=True).stdout.strip()
     assert len(table.splitlines()) == 2 + 15 and table in (ROOT / "docs/async.md").read_text()
     assert Path("staleness/staleness_and_reuse.png").stat().st_size > 10_000
@@ -336,7 +337,7 @@ def test_staleness_table_of_the_page():
 
 def newest_speeds():
     """The newest row of speed.csv by script and flags."""
-    with open(RESULTS / "speed.csv") as file:
+    with open(RESULTS / "speed/speed.csv") as file:
         return {(row["script"], row["flags"]): row for row in csv.DictReader(file)}
 
 
@@ -428,15 +429,15 @@ def test_the_disco_maze_is_the_papers():
 
 
 def test_disco_counts_the_cells_of_agents_and_walks(monkeypatch):
-    args = ngu_r2d2.Args(env_id="benchmark.tasks:RandomDiscoMaze-v0", num_envs=4, total_timesteps=400)
+    args = ngu_r2d2.Args(env_id="benchmark.studies.maze:RandomDiscoMaze-v0", num_envs=4, total_timesteps=400)
     args = replace(args, num_policies=1, rnd=False, burn_in=0, unroll=8, period=8, learning_starts=64)
     args = replace(args, train_embedding=False, batch_sequences=2, hidden_size=16, device="cpu")
-    monkeypatch.setattr(ngu_r2d2, "encoder", disco.map_encoder)
+    monkeypatch.setattr(ngu_r2d2, "encoder", exploration.map_encoder)
     run_dir = ngu_r2d2.train(args)
-    program = [sys.executable, ROOT / "benchmark/disco.py", "--csv", "disco.csv", "--episodes"]
+    program = [sys.executable, ROOT / "benchmark/studies/exploration.py", "--csv", "maze.csv", "--episodes"]
     subprocess.run([*program, "20", run_dir], check=True, capture_output=True, timeout=600)
     subprocess.run([*program, "5"], check=True, capture_output=True, timeout=600)
-    agent, careful, uniform = rows("disco.csv")
+    agent, careful, uniform = rows("maze.csv")
     assert agent["embedding"] == "untrained" and int(agent["steps"]) == 400 and int(agent["episodes"]) >= 20
     assert 1 <= float(agent["cells_mean"]) <= float(agent["length_mean"]) + 1
     assert float(careful["length_mean"]) == 500 and float(careful["cells_mean"]) > 10

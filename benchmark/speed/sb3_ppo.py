@@ -1,7 +1,7 @@
 """The other yardstick of speed.py: stable-baselines3 with a script's task, network and hyper-parameters.
 
-    python benchmark/sb3.py ppo --total-timesteps 50000
-    python benchmark/sb3.py ppo_atari --total-timesteps 10240 --device cuda
+    python benchmark/speed/sb3_ppo.py ppo --total-timesteps 50000
+    python benchmark/speed/sb3_ppo.py ppo_atari --total-timesteps 10240 --device cuda
 
 The flags are the script's own and so are the defaults; what stable-baselines3 lacks (--amp, --compile, masks)
 has no effect. Atari games are wrapped and stepped as its documentation does, one after the other; ppo_lstm is
@@ -25,7 +25,7 @@ from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 
@@ -114,7 +114,7 @@ def make_model(script: str, args) -> BaseAlgorithm:
 
 def main():
     if len(sys.argv) < 2 or not (ROOT / f"{sys.argv[1]}.py").exists():
-        print("sb3.py: error: name a script first, such as ppo", file=sys.stderr)
+        print("sb3_ppo.py: error: name a script first, such as ppo", file=sys.stderr)
         sys.exit(2)
     script = importlib.import_module(sys.argv.pop(1))
     args, clock = script.parse_args(), Clock()

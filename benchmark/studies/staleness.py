@@ -1,7 +1,7 @@
 """What staleness and sample reuse do to learning: the runs of the suite staleness as a picture and a table.
 
     python benchmark/run.py staleness --seeds 1..5 --workers 2
-    python benchmark/staleness.py
+    python benchmark/studies/staleness.py
 
 Berner et al. 2019 (https://arxiv.org/abs/1912.06680, appendix M) found that both slow learning. They
 varied reuse by the number of rollout workers beside the same optimizers: what counts as slow is a return by
@@ -18,7 +18,7 @@ import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from benchmark import compare  # noqa: E402
 from benchmark.suites import SUITES  # noqa: E402

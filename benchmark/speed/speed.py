@@ -1,14 +1,14 @@
-"""Steps per second and peak memory of scripts beside stable-baselines3 and plain_loop.py, in turn.
+"""Steps per second and peak memory of scripts beside stable-baselines3 and plain_ppo.py, in turn.
 
-    python benchmark/speed.py --all --rounds 3 --csv benchmark/results/speed.csv
-    python benchmark/speed.py ppo ppo_atari --steps 20480
-    python benchmark/speed.py ppo_atari --flags=--amp
-    python benchmark/speed.py ppo_atari --device cuda --flags=--compile
+    python benchmark/speed/speed.py --all --rounds 3 --csv benchmark/results/speed/speed.csv
+    python benchmark/speed/speed.py ppo ppo_atari --steps 20480
+    python benchmark/speed/speed.py ppo_atari --flags=--amp
+    python benchmark/speed/speed.py ppo_atari --device cuda --flags=--compile
 
 Medians over the rounds, and ratios of the medians. All are timed from the end of their first iteration; only
 ours log. Memory is the peak resident memory as the kernel counts it (os.wait4: of the largest process of a
-tree, and these are one process each), so what is on a GPU is not in it. plain_loop.py has no shared network,
-LSTM or MultiDiscrete actions, and runs on the CPU only. --flags go to sb3.py, too.
+tree, and these are one process each), so what is on a GPU is not in it. plain_ppo.py has no shared network,
+LSTM or MultiDiscrete actions, and runs on the CPU only. --flags go to sb3_ppo.py, too.
 """
 
 import csv
@@ -23,12 +23,16 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Literal, NoReturn
+from typing import Literal
 
 import tyro  # but not PyTorch: the kernel counts the memory of who starts a process as that process's, too
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from benchmark.cli import fail  # noqa: E402
+from benchmark.run import build, machine  # noqa: E402
+
 TASKS = {  # the scripts' own tasks, and steps for a run of half a minute
     "ppo": ("CartPole-v1", 100_000),
     "ppo_shared": ("CartPole-v1", 100_000),
@@ -37,7 +41,7 @@ TASKS = {  # the scripts' own tasks, and steps for a run of half a minute
     "ppo_lstm": ("BreakoutNoFrameskip-v4", 10_240),
     "ppo_multidiscrete": ("HalfCheetah-v4", 20_480),
 }
-PLAIN = ("ppo", "ppo_atari", "ppo_continuous")  # what plain_loop.py has
+PLAIN = ("ppo", "ppo_atari", "ppo_continuous")  # what plain_ppo.py has
 
 
 @dataclass
@@ -50,11 +54,6 @@ class Args:
     device: Literal["cpu", "cuda"] = "cpu"  # of the scripts and stable-baselines3
     flags: str = ""  # more flags for the scripts
     csv: Path | None = None  # file to append the results to
-
-
-def fail(message: str) -> NoReturn:
-    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
-    sys.exit(2)
 
 
 def run(name: str, *flags: str, cwd: str, processes: int = 1) -> tuple[str, float]:
@@ -102,9 +101,9 @@ def compare(script: str, args: Args) -> dict:
     env_id, steps = args.env_id or TASKS[script][0], args.steps or TASKS[script][1]
     flags = ["--env-id", env_id, "--total-timesteps", str(steps), "--device", args.device]
     flags += shlex.split(args.flags)
-    programs = {"": (f"{script}.py", *flags), "sb3_": ("benchmark/sb3.py", script, *flags)}
+    programs = {"": (f"{script}.py", *flags), "sb3_": ("benchmark/speed/sb3_ppo.py", script, *flags)}
     if script in PLAIN and args.device == "cpu":
-        programs["plain_"] = ("benchmark/plain_loop.py", env_id, str(steps))
+        programs["plain_"] = ("benchmark/speed/plain_ppo.py", env_id, str(steps))
     runs = {name: [] for name in programs}
     for _ in range(args.rounds):
         for name, program in programs.items():
@@ -124,7 +123,7 @@ def compare(script: str, args: Args) -> dict:
     row |= dict(ratio=ratios.get("plain_"), cpus=os.cpu_count(), torch=version("torch"))
     row |= dict(sb3_steps_per_s=rates["sb3_"], sb3_ratio=ratios["sb3_"])
     row |= {f"{name}peak_mb": peaks.get(name) for name in ("", "sb3_", "plain_")}
-    return row | dict(device=args.device)
+    return row | dict(device=args.device) | build() | machine()
 
 
 def main():

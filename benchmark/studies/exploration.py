@@ -1,10 +1,11 @@
 """How many different cells of the Random Disco Maze agents visit in an episode of at most 500 steps.
 
-    python benchmark/disco.py train --env-id benchmark.tasks:RandomDiscoMaze-v0 --num-policies 1 --no-rnd \
-        --kernel-eps 1e-2 --burn-in 0 --unroll 20 --period 20 --num-envs 32 --epsilon 0.2 --gamma-max 0.92 \
+    python benchmark/studies/exploration.py train --env-id benchmark.studies.maze:RandomDiscoMaze-v0 \
+        --num-policies 1 --no-rnd --kernel-eps 1e-2 --burn-in 0 --unroll 20 --period 20 --num-envs 32 \
+        --epsilon 0.2 --gamma-max 0.92 \
         --target retrace --retrace-lambda 0.97 --updates-per-rollout 4 --target-every 100 \
         --auxiliary-steps 10 --auxiliary-lr 1e-3 --learning-starts 5000 --total-timesteps 200000
-    python benchmark/disco.py runs/NAME [runs/NAME ...] --csv benchmark/results/disco.csv
+    python benchmark/studies/exploration.py runs/NAME [runs/NAME ...] --csv maze.csv
 
 From the repository's folder; with --no-train-embedding, too. `train` is ngu_r2d2.py with an encoder for maps.
 There is no reward: an agent of Never Give Up explores for novelty alone. Random actions are few, as most end
@@ -22,9 +23,9 @@ import numpy as np
 import torch
 import tyro
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-import benchmark.tasks  # noqa: E402, F401  registers the maze
+import benchmark.studies.maze  # noqa: E402, F401  registers it
 import ngu_r2d2  # noqa: E402
 
 

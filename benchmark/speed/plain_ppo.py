@@ -3,9 +3,9 @@
 Plain means what most single-file scripts do: torch.distributions with validation, gymnasium's SyncVectorEnv
 with Python wrappers, tensors made from every reward and done, float32 observations, unfused Adam.
 
-    python benchmark/plain_loop.py CartPole-v1 50000
-    python benchmark/plain_loop.py BreakoutNoFrameskip-v4 10240
-    python benchmark/plain_loop.py HalfCheetah-v4 20480
+    python benchmark/speed/plain_ppo.py CartPole-v1 50000
+    python benchmark/speed/plain_ppo.py BreakoutNoFrameskip-v4 10240
+    python benchmark/speed/plain_ppo.py HalfCheetah-v4 20480
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Steps per second by environments and by processes of torchrun, and what to expect of larger machines.
 
-    python benchmark/scaling.py --csv benchmark/results/scaling.csv --picture benchmark/results/scaling.png
-    python benchmark/scaling.py --scripts ppo_atari --device cuda --processes 1 2 4 8
+    cd benchmark/results/speed && python ../../speed/scaling.py --csv scaling.csv --picture scaling.png
+    python benchmark/speed/scaling.py --scripts ppo_atari --device cuda --processes 1 2 4 8
 
 Each process has as many environments as the script's default, so that the batch grows with the processes.
 What is expected of n processes: an iteration takes what it takes one process, and each of its updates waits
@@ -22,9 +22,10 @@ from typing import Literal
 
 import tyro
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmark.speed import TASKS, fail, measure  # noqa: E402
+from benchmark.cli import fail  # noqa: E402
+from benchmark.speed.speed import TASKS, measure  # noqa: E402
 
 LINKS = {  # processes, bytes a second each way, seconds a message: makers' figures, and rough latencies
     "8 processes, NVLink 4": (8, 450e9, 5e-6),
