@@ -1,18 +1,28 @@
 """The suites: what is run, how often, and what others have published of it.
 
-A target is a final score (mean and std over seeds of each seed's mean of its last 100 training episodes) or a
-curve of published/curves.csv, or both. The first target of a row is the one that it is judged by.
+A target is a score of published/scores.csv (mean and std over runs of each run's mean of its last 100
+training episodes), a curve of published/curves.csv, or a number with its source beside it. compare.py shows
+all of a row's targets and judges by the highest.
 """
 
+import csv
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, pstdev
+
+PUBLISHED = Path(__file__).with_name("published")
 
 
 @dataclass(frozen=True)
 class Target:
     by: str  # whose number it is
-    mean: float | None = None  # of the last 100 training episodes, over seeds
-    std: float | None = None
-    curve: tuple[str, str] | None = None  # algo and env_id in published/curves.csv
+    env_id: str  # theirs, which may be another version
+    mean: float | None = None  # at the end of the row's schedule; None: it is a curve
+    spread: float | None = None  # None: a single run
+    runs: int | None = None
+    is_std: bool = True  # spread is a standard deviation over runs; else the source does not say what it is
+    curve: str | None = None  # algo in published/curves.csv
+    at: int | None = None  # step of the mean, if it is not the end
 
 
 @dataclass(frozen=True)
@@ -22,10 +32,11 @@ class Row:
     steps: int  # of the whole schedule
     targets: tuple[Target, ...] = ()
     flags: str = ""
-    label: str = ""  # tells apart rows of the same script and task in tables and figures
+    label: str = ""  # tells apart rows of the same task in tables and figures
     seeds: int = 5  # how many run.py runs; 0: the row is only run if it is given seeds
     stop_at: int | None = None  # step at which run.py stops a run, on the whole schedule
     threads: int = 1  # of a run
+    panel: str = ""  # of the suite's figure; else rows of the same task share one
 
     @property
     def task(self) -> str:
@@ -47,37 +58,52 @@ class Row:
         return "__".join((self.task, self.script, *flags)).replace("/", "-").replace(" ", "+")
 
 
-def cleanrl(mean: float, std: float) -> Target:
-    return Target("CleanRL", mean, std)
-
-
-def baselines(mean: float, std: float, env_id: str | None = None) -> Target:
-    """openai/baselines's ppo2; its curve on an environment, if published."""
-    return Target("openai/baselines", mean, std, ("ppo2", env_id) if env_id else None)
-
-
-def curve(by: str, algo: str, env_id: str) -> Target:
-    return Target(by, curve=(algo, env_id))
-
-
-def classic(script: str) -> list[Row]:
-    rows = (
-        ("CartPole-v1", cleanrl(490.04, 6.12), baselines(497.54, 4.02)),
-        ("Acrobot-v1", cleanrl(-86.36, 1.32), baselines(-81.82, 5.58)),
-        ("MountainCar-v0", cleanrl(-200, 0), baselines(-200, 0)),
+def score(source: str, env_id: str) -> tuple[Target, ...]:
+    """Of scores.csv."""
+    with open(PUBLISHED / "scores.csv") as file:
+        rows = [row for row in csv.DictReader(file) if (row["source"], row["env_id"]) == (source, env_id)]
+    return tuple(
+        Target(
+            "openai/baselines" if row["algo"].startswith("PPO2") else "CleanRL",
+            env_id,
+            float(row["mean"]),
+            float(row["std"]),
+            int(row["n_seeds"]),
+        )
+        for row in rows
     )
-    return [Row(script, env_id, 500_000, targets, seeds=10) for env_id, *targets in rows]
 
 
-def atari(script: str, plan: dict[str, tuple], blog: str, theirs: str) -> list[Row]:
-    """plan: of each game, the step at which to stop, the number of seeds and the targets."""
-    rows = []
-    for game, (stop_at, seeds, *targets) in plan.items():
-        env_id = f"{game}NoFrameskip-v4"
-        curves = curve("openai/baselines", theirs, env_id), curve("the blog", blog, env_id)
-        more = dict(seeds=seeds, stop_at=stop_at, threads=2)
-        rows.append(Row(script, env_id, 10_000_000, (*curves, *targets), **more))
-    return rows
+def curve(by: str, algo: str, env_id: str, is_std: bool = True) -> Target:
+    return Target(by, env_id, curve=algo, is_std=is_std)
+
+
+def classic() -> list[Row]:
+    tasks = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0")
+    rows = [Row("ppo", task, 500_000, score("f1", task) + score("f10", task), seeds=10) for task in tasks]
+    # CleanRL's ppo.py changed to one network, and stable-baselines3's PPO, which has one, run to compare with
+    runs = (259.0, 230.9, 261.4)  # seeds 1, 2, 3
+    cleanrl = Target("CleanRL, one network", "CartPole-v1", fmean(runs), pstdev(runs), len(runs))
+    sb3 = Target("stable-baselines3", "CartPole-v1", 139, runs=1, at=250_000)
+    rows.append(Row("ppo_shared", "CartPole-v1", 500_000, (cleanrl, sb3), seeds=10))
+    return rows + [Row("ppo_shared", task, 500_000, seeds=10) for task in tasks[1:]]
+
+
+def mujoco(task: str, seeds: int) -> Row:
+    scores = score("f8", f"{task}-v4") + score("f131", f"{task}-v2")
+    drawn = curve("openai/baselines", "ppo2", f"{task}-v2", is_std=False)
+    return Row("ppo_continuous", f"{task}-v4", 1_000_000, (*scores, drawn), seeds=seeds)
+
+
+def atari(script: str, game: str, stop_at: int | None, seeds: int) -> Row:
+    env_id, lstm = f"{game}NoFrameskip-v4", script == "ppo_lstm"
+    scores = [score(x, env_id) for x in (("f3", "f12") if lstm else ("f2", "f11", "f130"))]
+    curves = (
+        curve("openai/baselines", f"openai_baselines_ppo2{'_cnn_lstm' * lstm}", env_id),
+        curve("the blog", f"ppo_atari{'_lstm' * lstm}.py(blog)", env_id),
+    )
+    targets = (*sum(scores, ()), *curves)
+    return Row(script, env_id, 10_000_000, targets, seeds=seeds, stop_at=stop_at, threads=2)
 
 
 MICRORTS = "--no-normalize --num-envs 8 --num-steps 128 --num-minibatches 4 --update-epochs 4"
@@ -100,46 +126,22 @@ HIDDEN = "benchmark.tasks:MaskedCartPole-v0"
 HIDDEN_PPO = "--num-envs 16 --learning-rate 2e-3 --device cpu"
 
 SUITES = {
-    "classic": classic("ppo") + classic("ppo_shared"),
+    "classic": classic(),
     "mujoco": [
-        Row(
-            "ppo_continuous",
-            f"{task}-v4",
-            1_000_000,
-            (*targets, curve("openai/baselines", "ppo2", f"{task}-v2")),
-            seeds=seeds,
-        )
-        for task, seeds, *targets in (
-            ("HalfCheetah", 10, cleanrl(1442.64, 46.03)),
-            ("Hopper", 10, cleanrl(2382.86, 271.74)),
-            ("Walker2d", 10, cleanrl(2287.95, 571.78)),
-            ("InvertedPendulum", 5, cleanrl(963.09, 22.20)),
-            ("InvertedDoublePendulum", 5),
-            ("Reacher", 5),
-            ("Swimmer", 5),
-        )
+        *(mujoco(task, 10) for task in ("HalfCheetah", "Hopper", "Walker2d")),
+        *(mujoco(task, 5) for task in ("InvertedPendulum", "InvertedDoublePendulum", "Reacher", "Swimmer")),
     ],
     "mujoco_11_bins": [Row("ppo_multidiscrete", "HalfCheetah-v4", 1_000_000)],
-    "atari": atari(
-        "ppo_atari",
-        {
-            "Breakout": (None, 1, cleanrl(414.66, 28.09), baselines(406.57, 31.55)),
-            "Pong": (3_000_000, 1, cleanrl(20.36, 0.20), baselines(20.51, 0.50)),
-            "BeamRider": (2_000_000, 1, cleanrl(1915.93, 484.58), baselines(2642.97, 670.37)),
-        },
-        "ppo_atari.py(blog)",
-        "openai_baselines_ppo2",
-    ),
-    "atari_lstm": atari(
-        "ppo_lstm",
-        {
-            "Breakout": (2_000_000, 1, cleanrl(113.42, 5.85), baselines(138.98, 50.76)),
-            "Pong": (2_000_000, 1, cleanrl(19.81, 0.62), baselines(19.79, 0.67)),
-            "BeamRider": (None, 0, cleanrl(1299.25, 509.90), baselines(1591.68, 372.95)),
-        },
-        "ppo_atari_lstm.py(blog)",
-        "openai_baselines_ppo2_cnn_lstm",
-    ),
+    "atari": [
+        atari("ppo_atari", "Breakout", None, 1),
+        atari("ppo_atari", "Pong", 3_000_000, 1),
+        atari("ppo_atari", "BeamRider", 2_000_000, 1),
+    ],
+    "atari_lstm": [
+        atari("ppo_lstm", "Breakout", 2_000_000, 1),
+        atari("ppo_lstm", "Pong", 2_000_000, 1),
+        atari("ppo_lstm", "BeamRider", None, 0),
+    ],
     "microrts": [
         Row(
             "ppo_multidiscrete",
@@ -220,11 +222,11 @@ SUITES = {
         ),
     ],
     "staleness": [  # figures of Berner et al. 2019, appendix M, on a small task: in turn, so exactly so stale
-        Row("ppo_async", "CartPole-v1", 200_000, flags=f"{ASYNC} --sync {flags}", label=label)
-        for label, flags in (
-            *((f"delay_{k}", f"--artificial-delay {k}") for k in (0, 1, 2, 4, 8)),
-            *((f"decoupled_{k}", f"--artificial-delay {k} --decoupled") for k in (0, 1, 2, 4, 8)),
-            *((f"reuse_{r}", f"--sample-reuse {r}") for r in (0.5, 1, 2, 4, 8)),
+        Row("ppo_async", "CartPole-v1", 200_000, (), f"{ASYNC} --sync {flags}", label, panel=panel)
+        for panel, label, flags in (
+            *(("staleness", f"{k}", f"--artificial-delay {k}") for k in (0, 1, 2, 4, 8)),
+            *(("decoupled", f"{k}", f"--artificial-delay {k} --decoupled") for k in (0, 1, 2, 4, 8)),
+            *(("reuse", f"{r}", f"--sample-reuse {r}") for r in (0.5, 1, 2, 4, 8)),
         )
     ],
     "ngu": [  # the returns are those of the policy with beta 0; the defaults were tuned on DoorKey

@@ -22,7 +22,7 @@ from conftest import OTHERS, SCRIPTS, scalars, wait_for
 
 import benchmark.studies.maze  # noqa: F401  registers it
 import ngu_r2d2
-from benchmark import compare
+from benchmark import compare, figures
 from benchmark.run import Args, Run, end_last_part
 from benchmark.studies import exploration
 from benchmark.suites import SUITES, Row, Target
@@ -242,27 +242,71 @@ def test_rows_have_flags_of_their_scripts_and_names_of_their_own():
 
 def result(values, steps=500_000, row=None, published=(490.0, 6.0)):
     """Runs whose last 100 episodes have these means."""
-    row = row or Row("ppo", "CartPole-v1", 500_000, (Target("theirs", *published),))
+    target = Target("theirs", "CartPole-v1", *published, runs=3 if published[1] is not None else 1)
+    row = row or Row("ppo", "CartPole-v1", 500_000, (target,))
     ends = np.linspace(1000, steps, 200)
     return compare.Result(
         row, {seed: np.column_stack((ends, np.full(200, value))) for seed, value in enumerate(values)}
     )
 
 
-def test_verdicts():
-    target = Target("theirs", 490.0, 6.0)
-    for values, expected in (
-        ((488, 491, 495), "reproduced"),
-        ((500, 499, 500), "better"),
-        ((300, 420, 470), "short"),
-        ((300, 490, 495), "reproduced"),  # one seed failed: its interval reaches theirs
-        ((489,), "reproduced"),
-        ((450,), "short"),
-    ):
-        assert compare.verdict(result(values), target) == expected, values
-    assert (
-        compare.verdict(result((489,), steps=300_000), target) == "not comparable"
-    )  # cut short, and no curve
+def verdict(ours):
+    """Of its line in the table: the difference and the word."""
+    return compare.line_of(ours.row, ours, {})[-3:-1]
+
+
+TEN = 490 + np.linspace(-8, 8, 10)
+
+
+@pytest.mark.parametrize(
+    "values, said",
+    [
+        (TEN, "equal within 3"),
+        (1.2 * TEN, "higher"),
+        (0.8 * TEN, "lower"),
+        (TEN - 15, "inconclusive"),
+        (TEN[:4], "4 seeds: no word"),
+        (TEN[:1], "1 seed: no word"),
+    ],
+)
+def test_verdicts(values, said):
+    cell, word = verdict(result(values))
+    assert word.startswith(said) and bool(cell) == (len(values) > 1), (cell, word)
+
+
+def test_rows_without_a_word():
+    assert verdict(result(TEN, steps=300_000)) == ["", "cut at 0.3M"]
+    assert verdict(result(TEN, published=(490.0, None))) == ["", "published without a spread"]
+    assert verdict(result(TEN, row=Row("ppo", "CartPole-v1", 500_000))) == ["", "nothing published"]
+    row = Row("ppo", "MountainCar-v0", 500_000, (Target("they", "MountainCar-v0", -200.0, 0.0, 3),))
+    assert verdict(result([-200.0] * 5, row=row))[1] == "random actions would pass: no word"
+    assert compare.line_of(row, None, {})[-2] == "not run"
+
+
+def test_the_highest_published_mean_judges():
+    targets = [Target("low", "CartPole-v1", 300.0, 6.0, 3), Target("high", "CartPole-v1", 490.0, 6.0, 3)]
+    targets.append(Target("single", "CartPole-v1", 500.0, runs=1))
+    row = Row("ppo", "CartPole-v1", 500_000, tuple(targets))
+    assert verdict(result(0.8 * TEN, row=row))[1] == "lower"
+    cell = compare.line_of(row, result(TEN, row=row), {})[6]
+    assert cell == "300.0 ± 6.00 (low, 3 runs); 490.0 ± 6.00 (high, 3 runs); 500.0 (single, 1 run)"
+
+
+def test_every_source_has_its_environment_and_the_kind_of_its_band():
+    (row,) = [row for row in SUITES["mujoco"] if row.task == "HalfCheetah-v4"]
+    cells = compare.line_of(row, None, {})[6].split("; ")
+    assert cells[0] == "1443 ± 46.0 (CleanRL, 3 runs)"
+    assert cells[2] == "2262 ± 1197 (CleanRL, -v2, 3 runs)"
+    assert cells[3] == "1670 ± 224.9? (openai/baselines, -v2, 6 runs)"
+
+
+def test_shared_networks_have_targets_of_shared_networks():
+    (row,) = [row for row in SUITES["classic"] if (row.script, row.task) == ("ppo_shared", "CartPole-v1")]
+    line = compare.line_of(row, result([200.0] * 10, row=row), {})
+    theirs = (
+        "250.4 ± 13.8 (CleanRL, one network, 3 runs); 139.0 (stable-baselines3, 1 run) at 0.25M, ours 200.0"
+    )
+    assert line[6] == theirs and line[-2] == "lower"
 
 
 def test_when_a_seed_first_was_so_good():
@@ -272,27 +316,117 @@ def test_when_a_seed_first_was_so_good():
     assert steps[0] == 590 and np.isnan(steps[1:]).all()  # 10 ones among the 20 up to episode 59
 
 
-def test_a_run_that_was_cut_is_compared_with_the_beginning_of_the_curve():
-    row = next(row for row in SUITES["atari"] if "Pong" in row.env_id)
-    curve = compare.published()[row.targets[0].curve]
-    step, mean, band = curve[20]
+def test_a_run_that_was_cut_stands_beside_the_beginning_of_the_curve():
+    (row,) = [row for row in SUITES["atari"] if "Pong" in row.env_id]
+    step, mean, band, _ = compare.curves()["ppo_atari.py(blog)", row.env_id][20]
     assert step < 0.3 * row.steps
-    for value, expected in (
-        (mean, "reproduced"),
-        (mean - 2 * band - 1, "short"),
-        (mean + 2 * band + 1, "better"),
-    ):
-        assert compare.verdict(result((value,), steps=step, row=row), row.targets[0]) == expected
-    (line,) = compare.table([(row, result((mean,), steps=step, row=row))])[1:]
-    assert "cut at 2" in line[-2]
+    line = compare.line_of(row, result((mean,), steps=step, row=row), {})
+    assert line[6].endswith(f"; {compare.number(mean)} ± {compare.number(band)} (the blog, 3 runs)")
+    assert "CleanRL" not in line[6] and re.fullmatch(r"cut at 2(\.\d)?M", line[-2])
+    assert line[2].endswith(" of 10M")
 
 
-def test_interquartile_mean_and_interval():
-    values = np.array([1.0, 2, 3, 4, 5, 6, 7, 100])
-    assert compare.iqm(values) == 4.5
-    low, high = compare.interval(values, compare.iqm)
-    assert 1 < low < 4.5 < high < 100
-    assert compare.interval(np.array([3.0]), np.mean) == (3, 3)
+def test_each_seed_is_shown():
+    line = compare.line_of(Row("ppo", "CartPole-v1", 500_000), result((1.0, 2.0, 30.0, 4.0, 5.0)), {})
+    assert line[3:6] == ["0 to 4: 1.00, 2.00, 30.0, 4.00, 5.00", "8.40 ± 12.2", "3.67"]
+
+
+def test_a_row_names_its_build():
+    head, *lines = compare.table(
+        [(row, compare.load("staleness", row, compare.Args())) for row in SUITES["staleness"]]
+    )
+    assert {line[-1] for line in lines} <= {row["commit"] for row in rows(RESULTS / "staleness/runs.csv")}
+    Path("classic").mkdir()
+    for seed, build in ((1, "a"), (2, "b")):
+        Path(f"classic/CartPole-v1__ppo__{seed}.csv").write_text("step,seconds,return,length\n500000,1,2,3\n")
+        with open("classic/runs.csv", "a") as file:
+            file.write(
+                "run,commit,fingerprint\n" * (seed == 1)
+                + f"CartPole-v1__ppo__{seed},{build},ppo.py {build}\n"
+            )
+    row = SUITES["classic"][0]
+    assert (
+        compare.line_of(row, compare.load("classic", row, compare.Args(results=Path("."))), {})[-1]
+        == "a and b"
+    )
+
+
+def test_a_worse_run_is_called_lower():
+    """The exit code says it; nothing that git tracks is written."""
+    Path("mine/classic").mkdir(parents=True)
+    for seed in range(1, 6):
+        text = "step,seconds,return,length\n" + "".join(
+            f"{k * 5000},1,{250 + seed},3\n" for k in range(1, 101)
+        )
+        Path(f"mine/classic/CartPole-v1__ppo__{seed}.csv").write_text(text)
+    tool = [sys.executable, ROOT / "benchmark/compare.py", "classic", "--results", "mine"]
+    before = {path: path.stat().st_mtime_ns for path in RESULTS.rglob("*")}
+    before[ROOT / "benchmark/RESULTS.md"] = (ROOT / "benchmark/RESULTS.md").stat().st_mtime_ns
+    done = subprocess.run(tool, capture_output=True, text=True)
+    assert done.returncode == 1 and re.search(r"\| ppo \| CartPole-v1 .* lower ", done.stdout), done.stdout
+    assert len(list(Path("mine").rglob("*"))) == 6
+    done = subprocess.run([*tool, "--write"], capture_output=True, text=True)
+    assert done.returncode == 1
+    page = Path("mine/index.html").read_text()
+    assert "data:image/png;base64" in page and "http" not in page and ">not run<" in page
+    assert Path("mine/classic/curves.png").exists() and Path("mine/classic/curves.svg").exists()
+    assert all(path.stat().st_mtime_ns == time_ns for path, time_ns in before.items())
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["clasic"], "no suite clasic; there are classic, mujoco, "),
+        (["--results", "nowhere"], "--results nowhere: there is no such folder"),
+    ],
+)
+def test_mistakes_of_compare(flags, message):
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmark/compare.py", *flags], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.startswith(f"compare.py: error: {message}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_figure_has_a_panel_a_task_and_a_color_a_source():
+    """A script and its variants share a panel; one seed is said; PNG and SVG repeat to the byte."""
+    tasks = {"MiniGrid-DoorKey-8x8-v0": 5, "MiniGrid-MultiRoom-N4-S5-v1": 1}
+    results = [
+        (row, result(TEN[: tasks[row.task]], steps=300_000, row=row) if row.task in tasks else None)
+        for row in SUITES["ngu"]
+    ]
+    figure = compare.figure(results)
+    titles = [ax.get_title() for ax in figure.axes]
+    assert titles == ["MiniGrid-DoorKey-8x8-v0, 5 seeds", "MiniGrid-MultiRoom-N4-S5-v1, one seed"]
+    for ax in figure.axes:
+        assert (ax.get_xlabel(), ax.get_ylabel()) == ("environment steps", "episodic return")
+        lines = {line.get_label(): line.get_color() for line in ax.lines}
+        assert lines == {"ngu_r2d2.py, Never Give Up": "tab:blue", "ngu_r2d2.py, R2D2": "black"}
+    assert [len(ax.collections) for ax in figure.axes] == [2, 0]  # bands
+    for name in ("one", "two"):
+        figures.save(compare.figure(results), Path(name))
+    for suffix in ("png", "svg"):
+        assert Path(f"one.{suffix}").read_bytes() == Path(f"two.{suffix}").read_bytes()
+
+
+def test_published_sources_keep_their_colors():
+    for suite in ("atari", "mujoco"):
+        row = SUITES[suite][-1]
+        ax = compare.figure([(row, result((1.0,), steps=row.steps, row=row))]).axes[0]
+        color = {line.get_label(): line.get_color() for line in ax.lines}
+        assert color["openai/baselines"] == figures.PUBLISHED["openai/baselines"]
+        known = [text.get_color() for text in ax.lines if text.get_label() == "the blog"]
+        assert set(known) <= {figures.PUBLISHED["the blog"]}
+
+
+def test_ticks_do_not_overlap():
+    row = SUITES["atari"][0]
+    figure = compare.figure([(row, result((1.0,), steps=row.steps, row=row))] * 3)
+    figure.canvas.draw()
+    for ax in figure.axes:
+        boxes = [label.get_window_extent() for label in ax.get_xticklabels() if label.get_text()]
+        boxes = sorted((box.x0, box.x1) for box in boxes)
+        assert len(boxes) > 3 and all(a[1] < b[0] for a, b in zip(boxes, boxes[1:], strict=False))
 
 
 def test_tables_of_the_results_page_are_those_of_the_csvs():
@@ -301,38 +435,38 @@ def test_tables_of_the_results_page_are_those_of_the_csvs():
     assert [suite for suite, _ in shown] == [*SUITES]
     for suite, table in shown:
         rows = [(row, compare.load(suite, row, compare.Args())) for row in SUITES[suite]]
-        assert table == compare.markdown(compare.table(rows)), suite
+        assert table == compare.section(suite, rows), suite
 
 
 def test_writing_one_table_leaves_the_others(monkeypatch):
     monkeypatch.setattr(compare, "PAGE", Path("RESULTS.md"))
+    monkeypatch.setattr(compare, "RESULTS", Path("results").resolve())
     page = "a\n<!-- classic -->\nold\n<!-- end of classic -->\nb\n<!-- ngu -->\nkept\n<!-- end of ngu -->\n"
     compare.PAGE.write_text(page)
-    monkeypatch.setattr(sys, "argv", ["compare.py", "classic", "--write", "--results", "."])
-    with pytest.raises(SystemExit):
-        compare.main()
+    Path("results").mkdir()
+    for flags in ([], ["--write"]):
+        assert compare.PAGE.read_text() == page
+        monkeypatch.setattr(sys, "argv", ["compare.py", "classic", "--results", "results", *flags])
+        with pytest.raises(SystemExit):
+            compare.main()
     text = compare.PAGE.read_text()
     assert "| ppo | CartPole-v1 |" in text and "old" not in text
     assert text.startswith("a\n<!-- classic -->\n| script |") and text.endswith(page[page.index("\nb") :])
 
 
-def test_unknown_suite():
-    for tool in ("run", "compare"):
-        done = subprocess.run(
-            [sys.executable, ROOT / f"benchmark/{tool}.py", "clasic"], capture_output=True, text=True
-        )
-        assert done.returncode == 2 and re.fullmatch(
-            rf"{tool}\.py: error: no suite clasic; there are .*\n", done.stderr
-        )
-
-
 def test_staleness_table_of_the_page():
-    """The table of docs/async.md is the one that staleness.py prints."""
+    """The table of docs/async.md is the one that staleness.py prints; without --write, it writes nothing."""
     shutil.copytree(RESULTS / "staleness", "staleness")
+    figure = Path("staleness/staleness_and_reuse.png")
+    before = figure.read_bytes()
+    figure.unlink()
     tool = [sys.executable, ROOT / "benchmark/studies/staleness.py", "--results", "."]
     table = subprocess.run(tool, check=True, capture_output=True, text=True).stdout.strip()
-    assert len(table.splitlines()) == 2 + 15 and table in (ROOT / "docs/async.md").read_text()
-    assert Path("staleness/staleness_and_reuse.png").stat().st_size > 10_000
+    page = (ROOT / "docs/async.md").read_text()
+    assert len(table.splitlines()) == 2 + 15 and f"<!-- staleness -->\n{table}\n<!-- end of" in page
+    assert not figure.exists()
+    subprocess.run([*tool, "--write"], check=True, capture_output=True)
+    assert figure.read_bytes() == before and page == (ROOT / "docs/async.md").read_text()
 
 
 def newest_speeds():
@@ -368,7 +502,7 @@ def test_results_of_the_readme():
         (row,) = re.findall(rf"^\| {script} \| {task} \| {steps} \| .*$", page, re.MULTILINE)
         cells = [cell.strip() for cell in row.split("|")]
         assert len(cells[4].split(",")) == int(seeds) and cells[5].split(" ±")[0] == ours, row
-        assert not theirs or re.search(rf"{theirs} ± \S+ \({source}\)", cells[7]), row
+        assert not theirs or re.search(rf"{theirs} ± \S+ \({source}\b", cells[7]), row
 
 
 def test_speeds_of_the_readme():

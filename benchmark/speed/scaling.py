@@ -24,6 +24,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+from benchmark import figures  # noqa: E402
 from benchmark.cli import fail  # noqa: E402
 from benchmark.speed.speed import TASKS, measure  # noqa: E402
 
@@ -119,30 +120,26 @@ def table(script: str, args: Args) -> list[list]:
 
 
 def draw(rows: list[list], path: Path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     scripts = [*dict.fromkeys(row[1] for row in rows)]
-    figure, axes = plt.subplots(2, len(scripts), figsize=(4.5 * len(scripts), 7), squeeze=False)
+    figure, axes = figures.panels(2 * len(scripts), columns=len(scripts), height=3.5)
     for k, script in enumerate(scripts):
         mine = [dict(zip(HEAD, row)) for row in rows if row[1] == script]  # noqa: B905  rows may be shorter
-        for ax, what, x in (axes[0][k], "environments", "num_envs"), (axes[1][k], "processes", "processes"):
+        upper, lower = axes[k], axes[k + len(scripts)]
+        for ax, what, x in (upper, "environments", "num_envs"), (lower, "processes", "processes"):
             points = [(row[x], row["steps_per_s"]) for row in mine if row["what"] == what]
             if points:
-                ax.plot(*zip(*points, strict=True), "o-", label="measured")
+                ax.plot(*zip(*points, strict=True), "o-", color="tab:blue", label="measured")
                 first = points[0]
                 line = [(n, first[1] * n / first[0]) for n, _ in points]
                 ax.plot(*zip(*line, strict=True), ":", color="gray", label="in proportion")
-            ax.set(title=f"{script}.py", xlabel=what, ylabel="steps/s", xscale="log", yscale="log")
-        for row in mine:
-            if row["what"].startswith("expected"):
-                axes[1][k].plot(row["processes"], row["steps_per_s"], "x", label=row["what"])
-        for ax in (axes[0][k], axes[1][k]):
-            ax.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
+            ax.set(xscale="log", yscale="log")
+            figures.finish(ax, f"{script}.py", xlabel=what, ylabel="environment steps per second")
+        for row, color in zip(
+            (x for x in mine if x["what"].startswith("expected")), figures.OURS[1:], strict=False
+        ):
+            lower.plot(row["processes"], row["steps_per_s"], "x", color=color, label=row["what"])
+    figures.legend(figure)
+    figures.save(figure, path)
 
 
 def main():
