@@ -30,8 +30,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -56,6 +55,7 @@ from tqdm import tqdm
 
 SCRIPT = Path(__file__).stem
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # of the processes of this machine: each has a GPU
 
 # === Arguments ===============================================================================
 
@@ -179,8 +179,8 @@ def parse_args() -> Args:
         for name in ("env_id", "seed", "num_envs", "num_steps") if args.resume else ():
             if getattr(args, name) != getattr(saved, name):
                 fail(f"--resume cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        fail("--device cuda: PyTorch finds no GPU")
+    if args.device == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
+        fail(f"--device cuda: PyTorch finds {torch.cuda.device_count() or 'no'} GPU; each process needs one")
     return args
 
 
@@ -381,17 +381,17 @@ class Agent(nn.Module):  # differs from ppo.py: shallow or deep convolutions, wi
         super().__init__()
         obs_shape, self.amp = envs.single_observation_space.shape, args.amp
         self.num_actions = int(envs.single_action_space.n)
+        num_features = 256 if len(obs_shape) == 3 else 64
+        self.hidden_size = num_features if args.lstm else 0
+        if args.lstm:  # first, as cuDNN wants its weights at the beginning of what flatten() makes
+            self.lstm = nn.LSTM(num_features + self.num_actions + 1, self.hidden_size)
         if len(obs_shape) == 3:
-            self.network, num_features = convolutions(args.network, obs_shape), 256
+            self.network = convolutions(args.network, obs_shape)
         else:
-            num_features = 64
             self.network = nn.Sequential(
                 layer_init(nn.Linear(obs_shape[0], 64)), nn.Tanh(),
                 layer_init(nn.Linear(64, 64)), nn.Tanh(),
             )  # fmt: skip
-        self.hidden_size = num_features if args.lstm else 0
-        if args.lstm:
-            self.lstm = nn.LSTM(num_features + self.num_actions + 1, self.hidden_size)
         self.actor = layer_init(nn.Linear(num_features, self.num_actions), std=0.01)
         self.critic = layer_init(nn.Linear(num_features, 1), std=1.0)
 
@@ -404,7 +404,7 @@ class Agent(nn.Module):  # differs from ppo.py: shallow or deep convolutions, wi
 
         state: (2, N, hidden_size), before the first of them.
         """
-        obs, starts = rows["obs"], rows["starts"]
+        obs = rows["obs"]
         x = obs.flatten(0, 1)  # time folded into the batch, section 3.1
         if obs.ndim == 5:
             x = x.to(torch.float32, memory_format=torch.channels_last).div_(255)
@@ -414,7 +414,7 @@ class Agent(nn.Module):  # differs from ppo.py: shallow or deep convolutions, wi
         if self.hidden_size:
             action = nn.functional.one_hot(rows["last_actions"], self.num_actions)
             x = torch.cat((x, action, rows["last_rewards"].clamp(-1, 1)[..., None]), -1)
-            outputs = []
+            starts, outputs = rows["starts"], []
             for steps in sequences(starts):
                 state = state * ~starts[steps.start, :, None]  # reset before the step whose done flag is set
                 output, (hidden, cell) = self.lstm(x[steps], (state[:1], state[1:]))
@@ -429,7 +429,7 @@ def sequences(starts: Tensor) -> list[slice]:
 
     oneDNN keeps compiled code for each length that it meets, so there are few of them.
     """
-    begins, is_start = [0], starts.any(1).tolist()
+    begins, is_start = [0], starts.any(1).tolist() if len(starts) > 1 else [True]
     for t in range(1, len(is_start)):
         if is_start[t] or t == begins[-1] + 16:
             begins.append(t)
@@ -557,8 +557,9 @@ class Unrolls:
 
 
 def tensors(row: dict[str, np.ndarray], args: Args) -> dict[str, Tensor]:
-    """A row (N, ...) of a group as rows (1, N, ...) for the agent."""
-    return {name: torch.as_tensor(x, device=args.device)[None] for name, x in row.items()}
+    """What the agent reads of a row (N, ...) of a group, as rows (1, N, ...)."""
+    read = row if args.lstm else ("obs",)
+    return {name: torch.from_numpy(row[name])[None].to(args.device, non_blocking=True) for name in read}
 
 
 class Actor:
@@ -568,12 +569,12 @@ class Actor:
         self.args, self.env_id = args, env_id
         self.groups = [Group(env_id, args, args.group_size) for _ in range(2)]
         self.waited, self.steps = 0.0, 0  # seconds that it waited for room, environment steps
-        self.since = np.inf  # when it began to wait for the environments; infinite if it does not
+        self.stall_limit = StallLimit(env_id, args.stall_seconds)
 
     def reset(self, agent: Agent, seed: int):
         self.states = [agent.initial_state(self.args.group_size) for _ in self.groups]
         for k, group in enumerate(self.groups):
-            with alarm_after(self.args.stall_seconds):
+            with self.stall_limit:
                 group.reset(seed + k * self.args.group_size)
 
     @torch.no_grad()  # which counts for one thread alone
@@ -590,17 +591,16 @@ class Actor:
                 if t < self.args.num_steps:
                     dist, _, self.states[k] = agent(tensors(group.row, self.args), self.states[k])
                     action = dist.sample()
-                    both[k].data["logprobs"][t] = dist.log_prob(action)[0].cpu().numpy()
-                    group.send(action[0].cpu().numpy())
+                    logprob = dist.log_prob(action).to("cpu", non_blocking=True)
+                    group.send(action[0].cpu().numpy())  # here alone the thread waits for a GPU
+                    both[k].data["logprobs"][t] = logprob[0].numpy()
         self.steps += 2 * self.args.num_steps * self.args.group_size
         return both
 
     def receive(self, group: Group, t: int, unrolls: Unrolls):
         """The next row of a group, and what it says of ended episodes."""
-        self.since = time.monotonic()
-        with alarm_after(self.args.stall_seconds if self.args.sync else 0):  # in turn, nobody else can look
+        with self.stall_limit:
             final_obs, episodes = group.receive()
-        self.since = np.inf
         unrolls.episodes += [(t, episode) for episode in episodes]
         for n in group.cut.nonzero()[0] if self.args.bootstrap_truncated else ():
             unrolls.data["cuts"][0, n] += ((t, np.array(final_obs[n], group.row["obs"].dtype)),)
@@ -644,10 +644,10 @@ class Actors:
 
     def start(self, agent: Agent, version: int, seed: int):
         """Begin new episodes, and act."""
-        self.publish(agent, version)
         self.before = self.totals()
         for k, actor in enumerate(self.members):
             actor.reset(agent, seed + 2 * k * self.args.group_size)
+        self.publish(agent, version)  # last: it waits until a GPU has written the first states too
         for actor in self.members if not self.args.sync else ():
             name = f"actor of {actor.env_id}"
             self.threads.append(threading.Thread(target=self.run, args=(actor,), name=name, daemon=True))
@@ -656,15 +656,17 @@ class Actors:
     def publish(self, agent: Agent, version: int):
         """Offer a copy of the learner's agent to the actors, who take it as an unroll begins (section 3)."""
         copy = deepcopy(agent)
+        if self.args.lstm:
+            copy.lstm.flatten_parameters()  # deepcopy() scatters the weights, and cuDNN wants one piece
         if self.args.device == "cuda":
-            torch.cuda.synchronize()  # the copy is complete before an actor can see it
+            torch.cuda.current_stream().synchronize()  # the copy is complete before an actor can see it
         self.published = copy, version
 
     def run(self, actor: Actor):
         """The thread of an actor."""
         torch.set_num_threads(1)
         if self.args.device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # a thread begins with device 0
+            torch.cuda.set_device(LOCAL_RANK)  # a thread begins with device 0
             torch.cuda.set_stream(torch.cuda.Stream())  # beside the learner's work, not behind it
         try:
             while True:
@@ -690,24 +692,12 @@ class Actors:
                 for unrolls in actor.unroll(agent, version):
                     self.unrolls.put(unrolls)
                 self.turn += 1
-            try:
-                batch.append(self.unrolls.get(timeout=1))
-            except queue.Empty:
-                self.look_for_stalls()
-            if batch and isinstance(batch[-1], BaseException):
+            batch.append(self.unrolls.get())
+            if isinstance(batch[-1], BaseException):
                 raise batch[-1]
         self.waited += time.monotonic() - start
         self.room.release(len(batch))
         return batch
-
-    def look_for_stalls(self):
-        """Ends the process if an actor waits too long for its environments, and shows where threads are."""
-        for actor in self.members:
-            if time.monotonic() - actor.since > self.args.stall_seconds:
-                slow = f"{actor.env_id}: a step takes longer than {self.args.stall_seconds} s"
-                print(f"{SCRIPT}.py: error: {slow}", file=sys.stderr)
-                faulthandler.dump_traceback()
-                os._exit(1)
 
     def totals(self) -> dict[str, float]:
         """Sums since the start: seconds, seconds of waiting, environment steps, lengths of the queue."""
@@ -733,9 +723,7 @@ class Actors:
         self.is_closing = True
         self.room.release(2 * len(self.members))
         for thread in self.threads:
-            while thread.is_alive():
-                thread.join(1)
-                self.look_for_stalls()
+            thread.join()
 
 
 # === Replay ==================================================================================
@@ -792,7 +780,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     # differs from ppo.py: learn() has the loop; here the actors begin and end
     """Trains and returns the run folder. A signal number in stop ends the run after its iteration, saved."""
     if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
         atexit.register(torch.distributed.destroy_process_group)
@@ -813,7 +801,7 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
     agent = Agent(actors.envs, args).to(args.device)
     flat = flatten(list(agent.parameters()))
-    lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
+    lr = torch.tensor(args.learning_rate, device=args.device)  # a tensor, or annealing would recompile
     optimizer = RMSProp(flat, args.rmsprop_decay, args.rmsprop_eps)
 
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")
@@ -929,10 +917,11 @@ def keep_freed_memory():
 
 def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
     """Makes parameters views of one tensor, and their gradients views of its gradient: a tenth faster."""
-    flat = nn.Parameter(nn.utils.parameters_to_vector(parameters))
+    flat = nn.Parameter(torch.cat([x.data.flatten() for x in parameters]))
     flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in parameters]
     for x, part, grad in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
-        x.data, x.grad = part.view_as(x), grad.view_as(x)
+        part = part.as_strided(x.shape, x.stride()).copy_(x.data)  # channels may be last in memory
+        x.data, x.grad = part, grad.as_strided(x.shape, x.stride())
     return flat
 
 
@@ -954,17 +943,28 @@ def average_with_neighbor(flat: Tensor):
     flat.lerp_(received, 0.5)
 
 
-@contextmanager
-def alarm_after(seconds: int) -> Iterator[None]:
-    """Sends SIGALRM, for which end_at_alarm() waits, if a block takes longer. Windows has no such signal."""
-    set_alarm = getattr(signal, "alarm", None)
-    if set_alarm:
-        set_alarm(seconds)
-    try:
-        yield
-    finally:
-        if set_alarm:
-            set_alarm(0)
+class StallLimit:
+    """Ends the process if a block within it takes longer than so many seconds, and shows where it hangs."""
+
+    def __init__(self, env_id: str, seconds: int):
+        self.seconds, self.began = seconds, np.inf
+        self.message = f"{SCRIPT}.py: error: {env_id}: a step takes longer than {seconds} s"
+        threading.Thread(target=self.look, daemon=True).start()
+
+    def __enter__(self):
+        self.began = time.monotonic()
+
+    def __exit__(self, *_):
+        self.began = np.inf
+
+    def look(self):
+        while time.monotonic() - self.began < self.seconds:
+            # If C code keeps Python's lock, this thread cannot look; faulthandler needs no lock.
+            faulthandler.dump_traceback_later(3 * self.seconds, exit=True, file=2)
+            time.sleep(1)
+        faulthandler.dump_traceback(file=2)
+        print(self.message, file=sys.stderr)
+        os._exit(1)
 
 
 # === Evaluation ==============================================================================
@@ -1077,26 +1077,6 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[s
 # === Main ====================================================================================
 
 
-def end_at_alarm(args: Args):
-    """Ends the process when alarm_after() goes off: faulthandler shows where it hangs, even within C code."""
-    if not hasattr(signal, "SIGALRM"):
-        return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.set_wakeup_fd(writer)  # Python writes the number of each signal that arrives
-    faulthandler.register(signal.SIGALRM, file=2, chain=True)
-
-    def wait():
-        while signal.SIGALRM not in os.read(reader, 1):
-            pass
-        slow = f"{args.env_id}: a step takes longer than {args.stall_seconds} s"
-        print(f"{SCRIPT}.py: error: {slow}", file=sys.stderr)
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 def stop_at_signals() -> list[int]:
     """A list to which SIGINT and SIGTERM are appended. A second one ends the process at once."""
     stop = []
@@ -1117,5 +1097,4 @@ if __name__ == "__main__":
         returns = evaluate(args)
         print(f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes")
     else:
-        end_at_alarm(args)
         train(args, stop_at_signals())

@@ -26,8 +26,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -45,11 +44,13 @@ from ale_py.vector_env import AtariVectorEnv
 from filelock import FileLock, Timeout
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 SCRIPT = Path(__file__).stem
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # of the processes of this machine: each has a GPU
 
 # === Arguments ===============================================================================
 
@@ -145,8 +146,8 @@ def parse_args() -> Args:
         for name in ("env_id", "seed", "num_envs", "num_steps") if args.resume else ():
             if getattr(args, name) != getattr(saved, name):
                 fail(f"--resume cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        fail("--device cuda: PyTorch finds no GPU")
+    if args.device == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
+        fail(f"--device cuda: PyTorch finds {torch.cuda.device_count() or 'no'} GPU; each process needs one")
     return args
 
 
@@ -176,17 +177,25 @@ class AtariEnvs(gym.vector.VectorEnv):
             self.camera = AtariVectorEnv(**kwargs, img_height=210, img_width=160, grayscale=False)
 
     def reset(self, *, seed: int, options: dict | None = None) -> tuple[np.ndarray, dict]:
-        self.seeds = [seed + n for n in range(self.num_envs)]
-        self.over, self.ended = np.ones(self.num_envs, bool), np.zeros(self.num_envs, bool)
-        for n in range(self.num_envs):
-            self._begin_episode(n)
+        self.over, self.ended = np.zeros((2, self.num_envs), bool)
+        frames = {n: self._first_frame(n, *game.reset(seed=seed + n)) for n, game in enumerate(self.games)}
+        if self.camera:
+            self.camera.reset(seed=seed)
+        self._begin_episodes(frames)
         return self.stacks, {}
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+        self.send(actions)
+        return self.recv()
+
+    def send(self, actions: np.ndarray):
+        """Lets the emulators work side by side, until recv() collects what step() returns."""
         if not ((0 <= actions) & (actions < self.single_action_space.n)).all():
             raise ValueError(f"not all of {actions} are in {self.single_action_space}")  # ale-py would hang
-        for n, action in enumerate(actions):  # the emulators work side by side
+        for n, action in enumerate(actions):
             self._send(n, action)
+
+    def recv(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         info, rewards = {}, np.zeros(self.num_envs)
         terminated, truncated, self.ended = np.zeros((3, self.num_envs), bool)
         for n in range(self.num_envs):
@@ -194,10 +203,9 @@ class AtariEnvs(gym.vector.VectorEnv):
             self.stacks[n, :-1] = self.stacks[n, 1:]
             self.stacks[n, -1] = frame
             rewards[n] = np.sign(reward)  # detail 19: reward clipping
-            if truncated[n]:
-                info.setdefault("final_obs", np.zeros_like(self.stacks))[n] = self.stacks[n]
-            if terminated[n] or truncated[n]:
-                self._begin_episode(n)
+        if truncated.any():
+            info["final_obs"] = self.stacks.copy()
+        self._begin_episodes(self._next_lives((terminated | truncated).nonzero()[0]))
         if self.ended.any():
             info["final_info"] = dict(episode=dict(r=self.returns, l=self.lengths), _episode=self.ended)
         return self.stacks, rewards, terminated, truncated, info
@@ -223,29 +231,42 @@ class AtariEnvs(gym.vector.VectorEnv):
                 self._save_video()
         return frames[0, 0], rewards[0], terminated[0] or lost_life, truncated[0]
 
-    def _begin_episode(self, n: int):
-        frame = self._next_life(n)
-        for action in self.first_actions:  # detail 17: FIRE, which starts most games, and the action after it
-            self._send(n, action)
-            frame, _, terminated, truncated = self._receive(n)
-            if terminated or truncated:
-                frame = self._next_life(n)
-        self.stacks[n] = frame  # detail 20: a stack of frames, at first the same
-
-    def _next_life(self, n: int) -> np.ndarray:
-        """First frame of the next life, after one no-op, or of a new game, after 1 to 30."""
-        if not self.over[n]:  # detail 16: a lost life ends the episode, but does not reset the emulator
+    def _next_lives(self, games: Sequence[int]) -> dict[int, np.ndarray]:
+        """First frames of the next lives, after one no-op, or of new games, which the emulators begin."""
+        frames = {}
+        for n in games:  # detail 16: a lost life ends the episode, but does not reset the emulator
             self._send(n, 0)
-            frame, *_ = self._receive(n)
-        noops = 0
-        while self.over[n] and noops == 0:  # detail 14: 1 to 30 no-ops
-            frames, info = self.games[n].reset(seed=self.seeds[n])
+        for n in games:
+            if self.over[n]:
+                obs, *_, info = self.games[n].recv()
+                frames[n] = self._first_frame(n, obs, info)
+            else:
+                frames[n], *_ = self._receive(n)
+        over = [n for n in games if self.over[n]]
+        return frames | self._next_lives(over) if over else frames
+
+    def _first_frame(self, n: int, frames: np.ndarray, info: dict) -> np.ndarray:
+        """First frame of a game that was just reset."""
+        while info["episode_frame_number"][0] == 0:  # detail 14: 1 to 30 no-ops, where emulators draw 0 to 30
+            frames, info = self.games[n].reset()
             if self.camera:
-                self.camera.reset(seed=self.seeds[n])
-            frame, noops, self.seeds[n] = frames[0, 0], info["episode_frame_number"][0], None
-            self.lives[n], self.scores[n] = info["lives"][0], 0
-        self.over[n] = False
-        return frame
+                self.camera.reset()
+        self.lives[n], self.scores[n], self.over[n] = info["lives"][0], 0, False
+        return frames[0, 0]
+
+    def _begin_episodes(self, frames: dict[int, np.ndarray]):
+        """Begins the episodes of some games, side by side, with the first frame of each."""
+        for action in self.first_actions:  # detail 17: FIRE, which starts most games, and the action after it
+            for n in frames:
+                self._send(n, action)
+            again = []
+            for n in frames:
+                frames[n], _, terminated, truncated = self._receive(n)
+                if terminated or truncated:
+                    again.append(n)
+            frames |= self._next_lives(again)
+        for n, frame in frames.items():
+            self.stacks[n] = frame  # detail 20: a stack of frames, at first the same
 
     def _save_video(self):
         from moviepy import ImageSequenceClip
@@ -350,7 +371,7 @@ def compute_gae(rewards, values, dones, next_value, gamma: float, lam: float) ->
     return advantages
 
 
-def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) -> tuple[Tensor, dict]:
+def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args: Args) -> tuple[Tensor, dict]:
     """Loss of a minibatch of tensors (M, ...), and the diagnostics to log."""
     dist, value = agent(batch["obs"])
     logratio = dist.log_prob(batch["actions"]) - batch["logprobs"]
@@ -382,7 +403,7 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) ->
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
     """Trains and returns the run folder. A signal number in stop ends the run after its iteration, saved."""
     if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
         atexit.register(torch.distributed.destroy_process_group)
@@ -393,9 +414,12 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     envs = make_env(args, N)
     agent = Agent(envs).to(args.device)
     agent.amp = args.amp
-    parameters = list(agent.parameters())
-    lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
-    optimizer = torch.optim.Adam(parameters, lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
+    flat = flatten(list(agent.parameters()))
+    lr = torch.tensor(args.learning_rate, device=args.device)  # a tensor, or annealing would recompile
+    clip = torch.tensor(args.clip_coef, device=args.device)  # a tensor, too
+    is_graph = args.compile and args.device == "cuda" and WORLD_SIZE == 1  # NCCL in a graph is untried
+    # detail 3: Adam's epsilon
+    optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True, capturable=is_graph)
 
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")
     run_dir = Path(args.resume or f"runs/{run_name}")
@@ -404,6 +428,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     if args.resume:
         checkpoint = load_checkpoint(args.resume, parts, ("iteration", "last_returns"))
         saved, last_returns = checkpoint["iteration"], checkpoint["last_returns"]
+        optimizer.param_groups[0] |= dict(lr=lr, capturable=is_graph)  # not the checkpoint's
     first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
     if RANK == 0:
         run_lock, writer, bar = start_logging(args, run_dir, first_step)
@@ -415,33 +440,36 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         return action, dist.log_prob(action), value
 
     @torch.enable_grad()
-    def update(batch: dict[str, Tensor], clip: float) -> dict[str, Tensor]:
-        # differs from ppo.py: one flat tensor would gain nothing for a large network
+    def update(batch: dict[str, Tensor], clip: Tensor) -> dict[str, Tensor]:
         loss, info = ppo_loss(agent, batch, clip, args)
-        optimizer.zero_grad()
         loss.backward()
-        for parameter in parameters if WORLD_SIZE > 1 else ():  # auxiliary detail 2: parallel gradients
-            torch.distributed.all_reduce(parameter.grad.div_(WORLD_SIZE))
-        nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)  # detail 11: gradient clipping
+        if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients, averaged over the processes of torchrun
+            torch.distributed.all_reduce(flat.grad.div_(WORLD_SIZE))
+        norm = flat.grad.norm()  # detail 11: clipping of the global gradient norm
+        flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
         optimizer.step()
+        flat.grad.zero_()
         return info
 
     if args.compile:
-        act, update = (torch.compile(function, mode="reduce-overhead") for function in (act, update))
+        act, update = torch.compile(act), torch.compile(update)
+    if is_graph:
+        act, update = Graph(act), Graph(update)
 
     obs = torch.zeros((T, N, 84, 84, 4), dtype=torch.uint8, device=args.device)
     obs = obs.permute(0, 1, 4, 2, 3)  # (T, N, 4, 84, 84), channels last in memory
     actions = torch.zeros((T, N), dtype=torch.int64, device=args.device)
     logprobs, values = torch.zeros((2, T, N), device=args.device)
     rewards, dones = np.zeros((2, T, N), np.float32)
-    with alarm_after(args.stall_seconds):  # a resumed run begins new episodes
+    stall_limit = StallLimit(args.env_id, args.stall_seconds)
+    with stall_limit:  # a resumed run begins new episodes
         next_obs, _ = envs.reset(seed=args.seed + first_step + RANK * N)
     for iteration in range(first_iteration, args.num_iterations):
         # Seeding in every iteration leaves no random state to save and resume.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         frac = 1 - iteration / args.num_iterations  # detail 4: learning rate annealing
         optimizer.param_groups[0]["lr"].fill_(args.learning_rate * (frac if args.anneal_lr else 1))
-        clip = args.clip_coef * (frac if args.anneal_clip else 1)  # auxiliary detail 1: clip range annealing
+        clip.fill_(args.clip_coef * (frac if args.anneal_clip else 1))  # auxiliary detail 1: clip annealing
         step, episodes, clipfracs = iteration * args.batch_size, [], []
 
         # 1. rollout
@@ -449,7 +477,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         for t in range(T):
             obs[t] = torch.from_numpy(next_obs)
             actions[t], logprobs[t], values[t] = act(obs[t])
-            with alarm_after(args.stall_seconds):
+            with stall_limit:
                 next_obs, rewards[t], terminated, truncated, info = envs.step(actions[t].cpu().numpy())
             dones[t] = terminated | truncated
             step += args.num_envs
@@ -510,6 +538,44 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     return run_dir
 
 
+class Graph:
+    """A function of a GPU's tensors as a CUDA graph, which launches all of its kernels at once.
+
+    Whatever else the function reads stays as it was when it was captured, and a call overwrites what the last
+    one returned. The first calls run as they are: code is compiled, and Adam makes its moments.
+    """
+
+    def __init__(self, function: Callable):
+        self.function, self.calls, self.stream = function, 0, torch.cuda.Stream()
+
+    def __call__(self, *args: Tensor | dict[str, Tensor]):
+        self.calls += 1
+        if self.calls <= 3:  # PyTorch's manual wants them on a stream of their own
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                outputs = self.function(*args)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return outputs
+        if self.calls == 4:
+            self.inputs, self.graph = tree_map(torch.clone, args), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.outputs = self.function(*self.inputs)
+        for old, new in zip(tree_leaves(self.inputs), tree_leaves(args), strict=True):
+            old.copy_(new)
+        self.graph.replay()
+        return self.outputs
+
+
+def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
+    """Makes parameters views of one tensor, and their gradients views of its gradient: a tenth faster."""
+    flat = nn.Parameter(torch.cat([x.data.flatten() for x in parameters]))
+    flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in parameters]
+    for x, part, grad in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
+        part = part.as_strided(x.shape, x.stride()).copy_(x.data)  # channels may be last in memory
+        x.data, x.grad = part, grad.as_strided(x.shape, x.stride())
+    return flat
+
+
 def keep_freed_memory():
     """Keeps glibc from returning freed memory to the kernel, page by page: a fifth of an update on a CPU."""
     if sys.platform == "linux":
@@ -525,17 +591,28 @@ def over_processes(operation: str, x: float | Tensor) -> float:
     return x.item()
 
 
-@contextmanager
-def alarm_after(seconds: int) -> Iterator[None]:
-    """Sends SIGALRM, for which end_at_alarm() waits, if a block takes longer. Windows has no such signal."""
-    set_alarm = getattr(signal, "alarm", None)
-    if set_alarm:
-        set_alarm(seconds)
-    try:
-        yield
-    finally:
-        if set_alarm:
-            set_alarm(0)
+class StallLimit:
+    """Ends the process if a block within it takes longer than so many seconds, and shows where it hangs."""
+
+    def __init__(self, env_id: str, seconds: int):
+        self.seconds, self.began = seconds, np.inf
+        self.message = f"{SCRIPT}.py: error: {env_id}: a step takes longer than {seconds} s"
+        threading.Thread(target=self.look, daemon=True).start()
+
+    def __enter__(self):
+        self.began = time.monotonic()
+
+    def __exit__(self, *_):
+        self.began = np.inf
+
+    def look(self):
+        while time.monotonic() - self.began < self.seconds:
+            # If C code keeps Python's lock, this thread cannot look; faulthandler needs no lock.
+            faulthandler.dump_traceback_later(3 * self.seconds, exit=True, file=2)
+            time.sleep(1)
+        faulthandler.dump_traceback(file=2)
+        print(self.message, file=sys.stderr)
+        os._exit(1)
 
 
 # === Evaluation ==============================================================================
@@ -637,26 +714,6 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[s
 # === Main ====================================================================================
 
 
-def end_at_alarm(args: Args):
-    """Ends the process when alarm_after() goes off: faulthandler shows where it hangs, even within C code."""
-    if not hasattr(signal, "SIGALRM"):
-        return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.set_wakeup_fd(writer)  # Python writes the number of each signal that arrives
-    faulthandler.register(signal.SIGALRM, file=2, chain=True)
-
-    def wait():
-        while signal.SIGALRM not in os.read(reader, 1):
-            pass
-        slow = f"{args.env_id}: a step takes longer than {args.stall_seconds} s"
-        print(f"{SCRIPT}.py: error: {slow}", file=sys.stderr)
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 def stop_at_signals() -> list[int]:
     """A list to which SIGINT and SIGTERM are appended. A second one ends the process at once."""
     stop = []
@@ -677,5 +734,4 @@ if __name__ == "__main__":
         returns = evaluate(args)
         print(f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes")
     else:
-        end_at_alarm(args)
         train(args, stop_at_signals())

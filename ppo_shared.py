@@ -25,8 +25,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -40,11 +39,13 @@ import tyro
 from filelock import FileLock, Timeout
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 SCRIPT = Path(__file__).stem
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # of the processes of this machine: each has a GPU
 
 # === Arguments ===============================================================================
 
@@ -139,8 +140,8 @@ def parse_args() -> Args:
         for name in ("env_id", "seed", "num_envs", "num_steps") if args.resume else ():
             if getattr(args, name) != getattr(saved, name):
                 fail(f"--resume cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        fail("--device cuda: PyTorch finds no GPU")
+    if args.device == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
+        fail(f"--device cuda: PyTorch finds {torch.cuda.device_count() or 'no'} GPU; each process needs one")
     return args
 
 
@@ -249,7 +250,7 @@ def compute_gae(rewards, values, dones, next_value, gamma: float, lam: float) ->
     return advantages
 
 
-def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) -> tuple[Tensor, dict]:
+def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args: Args) -> tuple[Tensor, dict]:
     """Loss of a minibatch of tensors (M, ...), and the diagnostics to log."""
     dist, value = agent(batch["obs"])
     logratio = dist.log_prob(batch["actions"]) - batch["logprobs"]
@@ -281,7 +282,7 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float, args: Args) ->
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
     """Trains and returns the run folder. A signal number in stop ends the run after its iteration, saved."""
     if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
         atexit.register(torch.distributed.destroy_process_group)
@@ -292,8 +293,11 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     envs = make_env(args, N)
     agent = Agent(envs).to(args.device)
     flat = flatten(list(agent.parameters()))
-    lr = torch.tensor(args.learning_rate)  # a tensor, so that annealing does not recompile the update
-    optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
+    lr = torch.tensor(args.learning_rate, device=args.device)  # a tensor, or annealing would recompile
+    clip = torch.tensor(args.clip_coef, device=args.device)  # a tensor, too
+    is_graph = args.compile and args.device == "cuda" and WORLD_SIZE == 1  # NCCL in a graph is untried
+    # detail 3: Adam's epsilon
+    optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True, capturable=is_graph)
 
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")
     run_dir = Path(args.resume or f"runs/{run_name}")
@@ -302,13 +306,14 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     if args.resume:
         checkpoint = load_checkpoint(args.resume, parts, ("iteration", "last_returns"))
         saved, last_returns = checkpoint["iteration"], checkpoint["last_returns"]
+        optimizer.param_groups[0] |= dict(lr=lr, capturable=is_graph)  # not the checkpoint's
     first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
     if RANK == 0:
         run_lock, writer, bar = start_logging(args, run_dir, first_step)
         print(run_dir)
 
     @torch.enable_grad()
-    def update(batch: dict[str, Tensor], clip: float) -> dict[str, Tensor]:
+    def update(batch: dict[str, Tensor], clip: Tensor) -> dict[str, Tensor]:
         loss, info = ppo_loss(agent, batch, clip, args)
         loss.backward()
         if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients, averaged over the processes of torchrun
@@ -316,23 +321,26 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         norm = flat.grad.norm()  # detail 11: clipping of the global gradient norm
         flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
         optimizer.step()
-        flat.grad.zero_()  # at the end, because a CUDA graph must not change its inputs before it uses them
+        flat.grad.zero_()
         return info
 
     if args.compile:
-        update = torch.compile(update, mode="reduce-overhead")
+        update = torch.compile(update)
+    if is_graph:
+        update = Graph(update)
 
     obs = np.zeros((T, *envs.observation_space.shape), np.float32)
     actions = np.zeros((T, *envs.action_space.shape), envs.action_space.dtype)
     rewards, dones = np.zeros((2, T, N), np.float32)
-    with alarm_after(args.stall_seconds):  # a resumed run begins new episodes
+    stall_limit = StallLimit(args.env_id, args.stall_seconds)
+    with stall_limit:  # a resumed run begins new episodes
         next_obs, _ = envs.reset(seed=args.seed + first_step + RANK * N)
     for iteration in range(first_iteration, args.num_iterations):
         # Seeding in every iteration leaves no random state to save and resume.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         frac = 1 - iteration / args.num_iterations  # detail 4: learning rate annealing
         optimizer.param_groups[0]["lr"].fill_(args.learning_rate * (frac if args.anneal_lr else 1))
-        clip = args.clip_coef * (frac if args.anneal_clip else 1)  # auxiliary detail 1: clip range annealing
+        clip.fill_(args.clip_coef * (frac if args.anneal_clip else 1))  # auxiliary detail 1: clip annealing
         step, episodes, clipfracs = iteration * args.batch_size, [], []
 
         # 1. rollout
@@ -341,7 +349,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         for t in range(T):
             obs[t] = next_obs
             actions[t] = (actor(obs[t]) + noise[t]).argmax(-1)  # as Categorical.sample() does
-            with alarm_after(args.stall_seconds):
+            with stall_limit:
                 next_obs, rewards[t], terminated, truncated, info = envs.step(actions[t])
             dones[t] = terminated | truncated
             step += args.num_envs
@@ -405,12 +413,41 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     return run_dir
 
 
+class Graph:
+    """A function of a GPU's tensors as a CUDA graph, which launches all of its kernels at once.
+
+    Whatever else the function reads stays as it was when it was captured, and a call overwrites what the last
+    one returned. The first calls run as they are: code is compiled, and Adam makes its moments.
+    """
+
+    def __init__(self, function: Callable):
+        self.function, self.calls, self.stream = function, 0, torch.cuda.Stream()
+
+    def __call__(self, *args: Tensor | dict[str, Tensor]):
+        self.calls += 1
+        if self.calls <= 3:  # PyTorch's manual wants them on a stream of their own
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                outputs = self.function(*args)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return outputs
+        if self.calls == 4:
+            self.inputs, self.graph = tree_map(torch.clone, args), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.outputs = self.function(*self.inputs)
+        for old, new in zip(tree_leaves(self.inputs), tree_leaves(args), strict=True):
+            old.copy_(new)
+        self.graph.replay()
+        return self.outputs
+
+
 def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
     """Makes parameters views of one tensor, and their gradients views of its gradient: a tenth faster."""
-    flat = nn.Parameter(nn.utils.parameters_to_vector(parameters))
+    flat = nn.Parameter(torch.cat([x.data.flatten() for x in parameters]))
     flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in parameters]
     for x, part, grad in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
-        x.data, x.grad = part.view_as(x), grad.view_as(x)
+        part = part.as_strided(x.shape, x.stride()).copy_(x.data)  # channels may be last in memory
+        x.data, x.grad = part, grad.as_strided(x.shape, x.stride())
     return flat
 
 
@@ -422,17 +459,28 @@ def over_processes(operation: str, x: float | Tensor) -> float:
     return x.item()
 
 
-@contextmanager
-def alarm_after(seconds: int) -> Iterator[None]:
-    """Sends SIGALRM, for which end_at_alarm() waits, if a block takes longer. Windows has no such signal."""
-    set_alarm = getattr(signal, "alarm", None)
-    if set_alarm:
-        set_alarm(seconds)
-    try:
-        yield
-    finally:
-        if set_alarm:
-            set_alarm(0)
+class StallLimit:
+    """Ends the process if a block within it takes longer than so many seconds, and shows where it hangs."""
+
+    def __init__(self, env_id: str, seconds: int):
+        self.seconds, self.began = seconds, np.inf
+        self.message = f"{SCRIPT}.py: error: {env_id}: a step takes longer than {seconds} s"
+        threading.Thread(target=self.look, daemon=True).start()
+
+    def __enter__(self):
+        self.began = time.monotonic()
+
+    def __exit__(self, *_):
+        self.began = np.inf
+
+    def look(self):
+        while time.monotonic() - self.began < self.seconds:
+            # If C code keeps Python's lock, this thread cannot look; faulthandler needs no lock.
+            faulthandler.dump_traceback_later(3 * self.seconds, exit=True, file=2)
+            time.sleep(1)
+        faulthandler.dump_traceback(file=2)
+        print(self.message, file=sys.stderr)
+        os._exit(1)
 
 
 # === Evaluation ==============================================================================
@@ -534,26 +582,6 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[s
 # === Main ====================================================================================
 
 
-def end_at_alarm(args: Args):
-    """Ends the process when alarm_after() goes off: faulthandler shows where it hangs, even within C code."""
-    if not hasattr(signal, "SIGALRM"):
-        return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.set_wakeup_fd(writer)  # Python writes the number of each signal that arrives
-    faulthandler.register(signal.SIGALRM, file=2, chain=True)
-
-    def wait():
-        while signal.SIGALRM not in os.read(reader, 1):
-            pass
-        slow = f"{args.env_id}: a step takes longer than {args.stall_seconds} s"
-        print(f"{SCRIPT}.py: error: {slow}", file=sys.stderr)
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 def stop_at_signals() -> list[int]:
     """A list to which SIGINT and SIGTERM are appended. A second one ends the process at once."""
     stop = []
@@ -574,5 +602,4 @@ if __name__ == "__main__":
         returns = evaluate(args)
         print(f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes")
     else:
-        end_at_alarm(args)
         train(args, stop_at_signals())

@@ -1,48 +1,95 @@
 #!/usr/bin/env bash
-# What is to be measured on a GPU; nothing of it was, so far. Blocks stand alone, the last ones take hours.
+# What is to be tested and measured on a GPU; nothing of it was, so far. Each part stands alone and ends within ten
+# minutes: those of the suites stop then, and go on from their checkpoints when they are called again.
 #
 #     bash benchmark/gpu.sh                     # all of it, into benchmark/results/ and gpu.log
-#     bash benchmark/gpu.sh tests speed         # only these blocks
+#     bash benchmark/gpu.sh eager speed         # only these parts
 set -euo pipefail
 cd "$(dirname "$0")/.."
-blocks=${*:-tests speed modes breakout decoupled atari}
+tests="eager compiled graphs processes sanitizer syncs"
+parts=${*:-$tests speed modes atari-modes decoupled breakout atari}
+for_nine_minutes="timeout --signal=INT 540"
 
-tests() { # every script trains on CUDA; compiled losses are eager's to 1e-4
-    python -m pytest -q tests/test_gpu.py
+eager() { # every script trains, resumes and evaluates: threads, Atari, --amp, LSTM
+    python -m pytest -q tests/test_gpu.py -k "trains_resumes"
 }
 
-speed() { # steps/s and memory beside stable-baselines3, rows of speed.csv with device cuda
+compiled() { # with --compile, too
+    python -m pytest -q tests/test_gpu.py -k "trains_compiled"
+}
+
+graphs() { # CUDA graphs learn what eager mode learns
+    python -m pytest -q tests/test_gpu.py -k "eager_mode"
+}
+
+processes() { # two of torchrun: on the CPU beside a GPU, and on two GPUs if there are two
+    python -m pytest -q tests/test_gpu.py -k "processes"
+}
+
+sanitizer() { # what a stream reads or writes without waiting for another stream; PyTorch prints both places
+    TORCH_CUDA_SANITIZER=1 python -m pytest -q tests/test_gpu.py -k "trains_resumes and not ngu_r2d2-"
+}
+
+syncs() { # lines of the scripts for which the host waits, with how often
+    python -W always - 2>&1 <<'PYTHON' | grep -o "[a-z_0-9]*\.py:[0-9]*: .*synchroniz" | sort | uniq -c | sort -rn
+import sys
+import tempfile
+
+sys.path[:0] = [".", "tests"]
+import os
+
+import device_runs
+import torch
+
+root = os.getcwd()
+for name in device_runs.RUNS:
+    args = device_runs.make_args(name, iterations=2, **device_runs.in_turn(name))
+    os.chdir(tempfile.mkdtemp())
+    torch.cuda.set_sync_debug_mode("warn")
+    device_runs.script_of(name).train(args)
+    torch.cuda.set_sync_debug_mode("default")
+    os.chdir(root)
+PYTHON
+}
+
+speed() { # steps/s beside stable-baselines3, rows of speed.csv with device cuda
     pip install -q sb3-contrib
-    python benchmark/speed.py --all --rounds 3 --device cuda --csv benchmark/results/speed.csv
+    python benchmark/speed/speed.py --all --rounds 1 --device cuda --csv benchmark/results/speed/speed.csv
 }
 
-modes() { # compiled, with CUDA graphs, and ppo_atari.py by mode; LeanRL's is 6,809 steps/s on an H100
+modes() { # with CUDA graphs
     for script in ppo ppo_shared ppo_continuous ppo_lstm ppo_multidiscrete; do
-        python benchmark/speed.py "$script" --device cuda --flags=--compile --csv benchmark/results/speed.csv
-    done
-    for flags in "" "--compile" "--compile --amp" "--num-envs 64 --compile --amp"; do
-        python benchmark/speed.py ppo_atari --steps 200000 --device cuda --flags="$flags" --csv benchmark/results/speed.csv
+        python benchmark/speed/speed.py "$script" --rounds 1 --device cuda --flags=--compile --csv benchmark/results/speed/speed.csv
     done
 }
 
-breakout() { # 10M steps, to be done in 12 minutes
-    time python benchmark/run.py atari --env-ids BreakoutNoFrameskip-v4 --seeds 1 --workers 1 --flags="--compile --amp"
+atari-modes() { # ppo_atari.py; LeanRL's makes 6,809 steps/s on an H100
+    for flags in "" "--compile" "--compile --amp" "--num-envs 64 --compile --amp"; do
+        python benchmark/speed/speed.py ppo_atari --rounds 1 --steps 100000 --device cuda --flags="$flags" \
+            --csv benchmark/results/speed/speed.csv
+    done
 }
 
 decoupled() { # charts/SPS of both, with as many actors as there are cores to spare
     for script in impala_vtrace ppo_async; do
-        python "$script.py" --num-envs 128 --num-actors 8 --batch-unrolls 128 --compile --total-timesteps 2000000
+        python "$script.py" --num-envs 128 --num-actors 8 --batch-unrolls 128 --compile --total-timesteps 1000000
     done
 }
 
-atari() { # the suites' rows
-    python benchmark/run.py atari --seeds 1..3 --workers 4 --flags="--compile --amp"
-    python benchmark/run.py impala --seeds 1..3 --workers 4
-    python benchmark/compare.py --readme
+breakout() { # 10M steps, to be done in 12 minutes
+    time $for_nine_minutes python benchmark/run.py atari --env-ids BreakoutNoFrameskip-v4 --seeds 1 --workers 1 \
+        --flags="--compile --amp"
 }
 
+atari() { # the suites' rows
+    $for_nine_minutes python benchmark/run.py atari --seeds 1..3 --workers 4 --flags="--compile --amp"
+    python benchmark/compare.py --write
+}
+
+failed=
 nvidia-smi | tee -a gpu.log
-for block in $blocks; do
-    echo "== $block" | tee -a gpu.log
-    "$block" 2>&1 | tee -a gpu.log
+for part in $parts; do
+    echo "== $part" | tee -a gpu.log
+    "$part" 2>&1 | tee -a gpu.log || failed+=" $part"
 done
+[ -z "$failed" ] || { echo "failed or stopped:$failed" | tee -a gpu.log; exit 1; }

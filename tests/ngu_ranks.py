@@ -37,7 +37,5 @@ ngu_r2d2.train(ngu_r2d2.Args(**flags, device="cpu"))
 curiosity = made["Curiosity"].state_dict()
 ended = dict(parameters={f"agent.{name}": x for name, x in made["Agent"].state_dict().items()})
 ended["parameters"] |= {f"curiosity.{name}": x for name, x in curiosity.items()}
-ended |= dict(
-    drawn=drawn, capacity=made["Replay"].capacity, played=torch.from_numpy(made["Replay"].fields["obs"])
-)
+ended |= dict(drawn=drawn, capacity=made["Replay"].size, played=torch.from_numpy(made["Replay"].rows["obs"]))
 torch.save(ended, folder / f"{ngu_r2d2.RANK}.pt")

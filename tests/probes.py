@@ -1,5 +1,6 @@
 """Small environments with a known answer. Importing this module registers them."""
 
+import ctypes
 import time
 
 import gymnasium as gym
@@ -284,6 +285,7 @@ FAULTS = {
     "raises": own_mistake,
     "hangs": lambda *_: time.sleep(1000),
     "hangs-in-reset": lambda: time.sleep(1000),
+    "hangs-with-lock": lambda *_: ctypes.PyDLL(None).sleep(1000),  # as C code that keeps Python's lock
     "nan-observations": lambda obs, reward, over: (obs * np.float32("nan"), reward, over),
     "nan-rewards": lambda obs, reward, over: (obs, reward * np.float32("nan"), over),
     "huge-rewards": lambda obs, reward, over: (obs, reward + 1e30, over),

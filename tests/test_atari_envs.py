@@ -52,7 +52,9 @@ class PlainAtari:
         if self.real_done:
             frame, _ = self.env.reset()
             self.slots = [np.zeros_like(frame), np.zeros_like(frame)]
-            for _ in range(self.noops.pop(0)):
+            while not (noops := self.noops.pop(0)):
+                pass  # none were drawn, and it was drawn again
+            for _ in range(noops):
                 frame, _, _ = self.raw_step(0)
             self.real_done = False
         self.lives = self.env.ale.lives()
@@ -87,11 +89,17 @@ def watch_noops(envs) -> list[list[int]]:
 
         def reset(original=game.reset, drawn=drawn, **kwargs):
             obs, info = original(**kwargs)
-            if info["episode_frame_number"][0] > 0:
-                drawn.append(int(info["episode_frame_number"][0]))
+            drawn.append(int(info["episode_frame_number"][0]))
             return obs, info
 
-        game.reset = reset
+        def recv(original=game.recv, drawn=drawn, over=[False]):  # noqa: B006  whether the last game is over
+            step = obs, rewards, terminated, truncated, info = original()
+            if over[0]:  # the emulator has begun a new game instead of a step
+                drawn.append(int(info["episode_frame_number"][0]))
+            over[0] = terminated[0] or truncated[0]
+            return step
+
+        game.reset, game.recv = reset, recv
     return noops
 
 

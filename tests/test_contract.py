@@ -83,7 +83,7 @@ MISTAKES = [
     ("--gamma-max 1", "gamma_max and gamma_min must be below 1"),
     ("--period 61", "period must be at most unroll"),
     ("--rnd-max 0.5", "rnd_max must be at least 1"),
-    ("--replay-steps 600 --learning-starts 600", "replay_steps must hold a batch"),
+    ("--replay-steps 600 --learning-starts 600", "replay_steps must hold two sequences"),
     ("--learning-starts 500000", "learning_starts must be at most replay_steps"),
     ("--resume nowhere", "nowhere/checkpoint.pt cannot be loaded"),
     ("--evaluate nowhere", "nowhere/checkpoint.pt cannot be loaded"),
@@ -313,7 +313,7 @@ def test_nothing_that_a_compiled_function_returned_is_used_after_the_next_call(n
 
     def compiled(function, mode=None):
         def call(*args):
-            while returned and mode == "reduce-overhead":
+            while returned and hasattr(script, "Graph"):
                 returned.pop().fill_(torch.pi)
             out = tree_map(torch.clone, function(*args))
             returned.extend(tree_leaves(out))
@@ -602,13 +602,3 @@ def test_acting_beside_the_network_is_compared_with_it(name, monkeypatch):
         monkeypatch.setattr(script, "layer_init", lambda layer, std=2**0.5: init(layer, std=2**0.5))
     with pytest.raises(RuntimeError, match="actor_in_numpy"):
         script.train(small_args(script, env_id=QUICK.get(script, "CartPole-v1"), total_timesteps=2048))
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="needs SIGALRM")
-def test_the_limit_of_a_step_ends_with_the_step():
-    """Whatever ends it: a caller who goes on is not killed later."""
-    for script in (SCRIPTS | OTHERS).values():
-        with pytest.raises(ZeroDivisionError), script.alarm_after(20):
-            assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 20
-            raise ZeroDivisionError
-        assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)

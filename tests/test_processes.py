@@ -208,7 +208,7 @@ def test_never_give_up_in_two_processes(tmp_path):
     for name, x in first["parameters"].items():
         assert torch.equal(x, second["parameters"][name]), name
     assert set(first["drawn"]) == set(second["drawn"]) == {2} and len(first["drawn"]) > 20
-    assert first["capacity"] == second["capacity"] == 50
+    assert first["capacity"] == second["capacity"] == 200  # of each of two environments
 
 
 def test_processes_must_divide_the_sequences_of_a_batch():
