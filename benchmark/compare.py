@@ -1,20 +1,16 @@
-"""Our results beside the published ones: a verdict a row, a table, curves, one HTML page.
+"""Our results beside the published ones: a table a suite, with a verdict a row, and figures.
 
-    python benchmark/compare.py                    # all suites
-    python benchmark/compare.py classic --write    # and rewrite this suite's table in RESULTS.md
-    python benchmark/compare.py ngu --reach 0.5    # and say when each seed first was so good
+    python benchmark/compare.py                    # prints the tables of all suites
+    python benchmark/compare.py classic --write    # and writes its figure, its table in RESULTS.md, a page
+    python benchmark/compare.py ngu --reach 0.5    # and says when each seed first was so good
 
-A row is judged by its first target, at the last step that all our seeds reached, by the mean of each seed's
-last 100 training episodes: *short* if the whole 95 % bootstrap interval of our mean over seeds lies below the
-published mean less its spread (std over seeds, or the band that the source drew), *better* if it lies above
-mean plus spread, else *reproduced*. One seed has no interval: its mean stands for it. The last column is the
-share of published steps at which our mean was no lower than theirs less the band. A short row: exit code 1.
+A row has each seed's mean of its last 100 training episodes, at the last step that all seeds reached. It is
+judged by the highest of its published means, as verdict.py says. Without a word are rows of fewer than five
+seeds, rows that were cut, rows of which nothing with a spread is published, and those where a policy of
+random actions would pass. A row that is lower: exit code 1.
 """
 
-import base64
 import csv
-import html
-import io
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -22,41 +18,80 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from scipy.stats import bootstrap, trim_mean
+from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmark.suites import SUITES, Row, Target  # noqa: E402
+from benchmark import figures  # noqa: E402
+from benchmark.cli import fail  # noqa: E402
+from benchmark.suites import PUBLISHED, SUITES, Row, Target  # noqa: E402
+from benchmark.verdict import LEAST_SEEDS, Published, difference, iqm, word  # noqa: E402
 
+RESULTS = ROOT / "benchmark/results"
 PAGE = ROOT / "benchmark/RESULTS.md"
+RANDOM = RESULTS / "random_policy.csv"
+HEAD = "script|task|steps|seeds|mean ± std|IQM|published|difference in % [95 %]|verdict|build".split("|")
+SuiteNames = tyro.conf.Positional[tuple[str, ...]]
 
 
 @dataclass
 class Args:
-    suites: tyro.conf.Positional[tuple[str, ...]] = tuple(SUITES)  # which suites
-    results: Path = ROOT / "benchmark/results"  # CSVs to read, and where pictures and pages go
+    suites: SuiteNames = tuple(SUITES)  # which suites
+    results: Path = RESULTS  # folder of run.py to read, and where figures and the page go
     flags: str = ""  # results of runs with these flags of run.py
-    write: bool = False  # rewrite the tables of these suites in RESULTS.md
+    write: bool = False  # write figures and index.html; the tables of RESULTS.md, if they are of its results
     reach: float | None = None  # say at which steps the mean of 20 episodes first was so high
 
 
+# === What was published ======================================================================
+
+
 @cache
-def published() -> dict[tuple[str, str], np.ndarray]:
-    """Curves (points, 3) of step, mean and band by (algo, env_id)."""
-    curves = {}
-    with open(ROOT / "benchmark/published/curves.csv") as file:
+def curves() -> dict[tuple[str, str], np.ndarray]:
+    """Curves (points, 4) of step, mean, band (NaN: none) and number of runs by (algo, env_id)."""
+    found = {}
+    with open(PUBLISHED / "curves.csv") as file:
         for row in csv.DictReader(file):
-            point = [float(row["step"]), float(row["mean"]), float(row["band"] or 0)]
-            curves.setdefault((row["algo"], row["env_id"]), []).append(point)
-    return {key: np.array(sorted(points)) for key, points in curves.items()}
+            point = [
+                float(row["step"]),
+                float(row["mean"]),
+                float(row["band"] or "nan"),
+                float(row["n_seeds"]),
+            ]
+            found.setdefault((row["algo"], row["env_id"]), []).append(point)
+    return {key: np.array(sorted(points)) for key, points in found.items()}
+
+
+@cache
+def random_returns() -> dict[str, float]:
+    """Mean return of random actions by task, of random_policy.py."""
+    with open(RANDOM) as file:
+        return {row["task"]: float(row["mean"]) for row in csv.DictReader(file)}
+
+
+def published(target: Target, step: float, is_end: bool) -> Published | None:
+    """What a target says of a step of ours, if it says anything."""
+    if not target.curve:
+        spread = None if target.spread is None or target.at else target.spread
+        return Published(target.by, target.env_id, target.mean, spread, target.runs) if is_end else None
+    points = curves()[target.curve, target.env_id]
+    if step < points[0, 0]:
+        return None
+    mean, band, runs = (np.interp(step, points[:, 0], points[:, k]) for k in (1, 2, 3))
+    spread = None if np.isnan(band) else float(band)
+    return Published(target.by, target.env_id, float(mean), spread, int(runs), target.is_std)
+
+
+# === What we have ============================================================================
 
 
 @dataclass
 class Result:
-    """What we have of a row: episodes (n, 2) of step and return, by seed."""
+    """What we have of a row: episodes (n, 2) of step and return by seed, and the builds that made them."""
 
     row: Row
     seeds: dict[int, np.ndarray]
+    builds: tuple[str, ...] = ()
 
     @property
     def reached(self) -> float:
@@ -86,58 +121,42 @@ class Result:
         return self.reached < 0.98 * self.row.steps
 
 
-def interval(values: np.ndarray, statistic) -> tuple[float, float]:
-    """95 % bootstrap interval over seeds; the value itself where all are the same."""
-    if len(values) < 2 or np.ptp(values) == 0:
-        return float(statistic(values)), float(statistic(values))
-    found = bootstrap((values,), statistic, method="percentile", rng=np.random.default_rng(0))
-    return float(found.confidence_interval.low), float(found.confidence_interval.high)
-
-
-def iqm(values: np.ndarray, axis: int = -1) -> np.ndarray:
-    """Interquartile mean along an axis."""
-    return trim_mean(values, 0.25, axis=axis)
-
-
-def goal(target: Target, result: Result) -> tuple[float, float] | None:
-    """Published mean and spread at the step that we reached, if the target says anything of it."""
-    points = published()[target.curve] if target.curve else None
-    if target.mean is not None and not result.is_cut:
-        return target.mean, target.std
-    if points is None or result.reached < points[0, 0]:
-        return None
-    return tuple(float(np.interp(result.reached, points[:, 0], points[:, k])) for k in (1, 2))
-
-
-def verdict(result: Result, target: Target) -> str:
-    theirs = goal(target, result)
-    if theirs is None:
-        return "not comparable"
-    low, high = interval(result.at(result.reached), np.mean)
-    if high < theirs[0] - theirs[1]:
-        return "short"
-    return "better" if low > theirs[0] + theirs[1] else "reproduced"
-
-
-def along(result: Result, target: Target) -> str:
-    """Share of the published steps we passed at which our mean was at least theirs less their band."""
-    if not target.curve:
-        return ""
-    points = published()[target.curve]
-    points = points[points[:, 0] <= result.reached]
-    ours = np.array([result.at(step).mean() for step in points[:, 0]])
-    seen = np.isfinite(ours)
-    return f"{(ours >= points[:, 1] - points[:, 2])[seen].mean():.0%}" if seen.any() else ""
-
-
-def load(row: Row, args: Args) -> Result | None:
-    prefix = "__".join((row.name, *args.flags.replace("--", "").split()))
-    seeds = {}
-    for path in args.results.glob(f"{prefix}__*.csv"):
-        seed = path.stem.removeprefix(f"{prefix}__")
+def load(suite: str, row: Row, args: Args) -> Result | None:
+    folder, prefix, seeds, builds = args.results / suite, f"{row.name(args.flags)}__", {}, {}
+    runs = {}
+    if (folder / "runs.csv").exists():
+        with open(folder / "runs.csv", newline="") as file:
+            runs = {run["run"]: run for run in csv.DictReader(file)}
+    for path in folder.glob("*.csv"):
+        seed = path.stem.removeprefix(prefix)
         if seed.isdigit():
-            seeds[int(seed)] = np.loadtxt(path, delimiter=",", skiprows=1, usecols=(0, 2))
-    return Result(row, dict(sorted(seeds.items()))) if seeds else None
+            seeds[int(seed)] = np.loadtxt(path, delimiter=",", skiprows=1, usecols=(0, 2), ndmin=2)
+            run = runs.get(path.stem, dict(commit="unknown", fingerprint="unknown"))
+            builds[run["fingerprint"]] = run["commit"]
+    return Result(row, dict(sorted(seeds.items())), tuple(builds.values())) if seeds else None
+
+
+def judge(result: Result, theirs: list[Published]) -> tuple[str, str]:
+    """The interval of the difference to the highest published mean, and the verdict on it."""
+    ours = result.at(result.reached)
+    with_spread = [x for x in theirs if x.error is not None]
+    if not result.row.targets:
+        return "", "nothing published"
+    if result.is_cut:
+        return "", f"cut at {result.reached / 1e6:.2g}M"
+    if not with_spread:
+        return "", "published without a spread"
+    best = max(with_spread, key=lambda x: x.mean)
+    middle, low, high = difference(ours, best) if len(ours) > 1 else (None, None, None)
+    cell = f"{signed(middle)} [{signed(low)}, {signed(high)}]" if len(ours) > 1 else ""
+    if len(ours) < LEAST_SEEDS:
+        return cell, f"{len(ours)} seed{'s' * (len(ours) > 1)}: no word"
+    if random_returns().get(result.row.task, -np.inf) >= best.mean - 2 * best.spread:
+        return cell, "random actions would pass: no word"
+    return cell, word(low, high)
+
+
+# === Tables ==================================================================================
 
 
 def number(x: float) -> str:
@@ -145,65 +164,67 @@ def number(x: float) -> str:
     return f"{x:.{digits}f}".replace("-", "−")
 
 
+def signed(x: float) -> str:
+    return f"{x:+.1f}".replace("-", "−")
+
+
+def millions(steps: float) -> str:
+    return f"{steps / 1e6:.3g}M"
+
+
+def cell_of(theirs: Published, row: Row) -> str:
+    """Mean, spread and what a reader must know of them."""
+    about = [theirs.by]
+    if theirs.env_id != row.task:
+        about.append(theirs.env_id.removeprefix(row.task.rpartition("-")[0]))
+    about.append(f"{theirs.runs} run{'s' * (theirs.runs > 1)}")
+    spread = ""
+    if theirs.spread is not None:
+        spread = f" ± {number(theirs.spread)}{'' if theirs.is_std else '?'}"
+    return f"{number(theirs.mean)}{spread} ({', '.join(about)})"
+
+
+def shared_flags(rows: list[Row], script: str) -> dict[str, str]:
+    """Flags that all rows of a script have."""
+    options = [row.options() for row in rows if row.script == script]
+    return {name: x for name, x in options[0].items() if all(o.get(name) == x for o in options)}
+
+
+def flags_text(options: dict[str, str]) -> str:
+    return " ".join(f"--{name} {x}".strip() for name, x in options.items())
+
+
+def line_of(row: Row, result: Result | None, shared: dict[str, str]) -> list[str]:
+    """Cells of a row."""
+    own = flags_text({name: x for name, x in row.options().items() if name not in shared})
+    task = ", ".join(filter(None, (row.task.replace("NoFrameskip-v4", ""), row.panel, row.label)))
+    task += f" `{own}`" if own else ""
+    end = result is None or not result.is_cut
+    step = row.steps if result is None else result.reached
+    theirs = [x for target in row.targets if (x := published(target, step, end))]
+    cells = [cell_of(x, row) for x in theirs]
+    for k, target in enumerate(target for target in row.targets if published(target, step, end)):
+        if target.at:
+            ours = f", ours {number(result.at(target.at).mean())}" if result else ""
+            cells[k] += f" at {millions(target.at)}{ours}"
+    if result is None:
+        return [row.script, task, millions(row.steps), "", "", "", "; ".join(cells), "", "not run", ""]
+    ours = result.at(result.reached)
+    names = list(result.seeds)
+    is_row = names == list(range(names[0], names[-1] + 1)) and len(names) > 1
+    seeds = f"{names[0]} to {names[-1]}" if is_row else ", ".join(map(str, names))
+    each = f"{seeds}: {', '.join(map(number, ours))}"
+    spread = f"{number(ours.mean())} ± {number(ours.std(ddof=1))}" if len(ours) > 1 else number(ours.mean())
+    middle = number(iqm(ours)) if len(ours) >= LEAST_SEEDS else ""
+    steps = f"{millions(result.reached)} of {millions(row.steps)}" if result.is_cut else millions(row.steps)
+    builds = " and ".join(result.builds)
+    return [row.script, task, steps, each, spread, middle, "; ".join(cells), *judge(result, theirs), builds]
+
+
 def table(results: list[tuple[Row, Result | None]]) -> list[list[str]]:
     """Rows of cells for Markdown and HTML, the head first."""
-    head = [
-        "script",
-        "task",
-        "steps",
-        "seeds",
-        "ours (mean ± std)",
-        "IQM [95 %]",
-        "published",
-        "verdict",
-        "curve",
-    ]
-    lines = [head]
-    for row, result in results:
-        task = row.env_id.split(":")[-1].replace("NoFrameskip-v4", "")
-        task += f", {row.variant}" if row.variant else ""
-        if result is None:
-            wanted = " / ".join(
-                f"{number(t.mean)} ± {number(t.std)} ({t.by})" for t in row.targets if t.mean is not None
-            )
-            lines.append(
-                [
-                    row.script,
-                    task,
-                    f"{row.steps / 1e6:g}M",
-                    "",
-                    "",
-                    "",
-                    wanted or "a curve" * bool(row.targets),
-                    "not run",
-                    "",
-                ]
-            )
-            continue
-        ours = result.at(result.reached)
-        theirs = []
-        for target in row.targets:
-            if value := goal(target, result):
-                theirs.append(f"{number(value[0])} ± {number(value[1])} ({target.by})")
-        said = next(
-            (v for t in row.targets if (v := verdict(result, t)) != "not comparable"), "not comparable"
-        )
-        said = said if row.targets else "nothing published"
-        along_curve = next((a for t in row.targets if (a := along(result, t))), "")
-        steps = f"{row.steps / 1e6:g}M"
-        if result.is_cut:
-            said += f", cut at {result.reached / 1e6:.2g}M"
-            steps = f"{result.reached / 1e6:.2g}M of {steps}"
-        low, high = interval(ours, iqm)
-        spread = (
-            f"{number(ours.mean())} ± {number(ours.std(ddof=len(ours) > 1))}"
-            if len(ours) > 1
-            else number(ours.mean())
-        )
-        middle = f"{number(iqm(ours))} [{number(low)}, {number(high)}]" if len(ours) > 1 else ""
-        seeds = ", ".join(map(str, result.seeds))
-        lines.append([row.script, task, steps, seeds, spread, middle, " / ".join(theirs), said, along_curve])
-    return lines
+    rows = [row for row, _ in results]
+    return [HEAD, *(line_of(row, result, shared_flags(rows, row.script)) for row, result in results)]
 
 
 def markdown(lines: list[list[str]]) -> str:
@@ -211,105 +232,113 @@ def markdown(lines: list[list[str]]) -> str:
     return "\n".join([head, "|---" * len(lines[0]) + "|", *body])
 
 
-def picture(suite: str, results: list[tuple[Row, Result | None]]) -> bytes:
-    """PNG: a panel a row that was run, with our seeds, their mean, and the published curves and scores."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    shown = [(row, result) for row, result in results if result]
-    columns = min(3, len(shown))
-    lines = -(-len(shown) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(4 * columns, 2.8 * lines), squeeze=False)
-    for ax, (row, result) in zip(axes.flat, shown, strict=False):
-        steps = np.linspace(0, result.reached, 101)[1:]
-        ours = np.array([result.at(step) for step in steps])
-        ax.plot(steps, ours, color="tab:blue", alpha=0.3, linewidth=0.8)
-        ax.plot(steps, ours.mean(1), color="tab:blue", label=f"{row.script}.py")
-        for target, color in zip(
-            row.targets, ("tab:orange", "tab:green", "tab:red", "tab:purple"), strict=False
-        ):
-            if target.curve:
-                x, mean, band = published()[target.curve].T
-                near = x <= max(1.25 * result.reached, x[0])
-                ax.plot(x[near], mean[near], color=color, linewidth=1, label=target.by)
-                ax.fill_between(
-                    x[near], (mean - band)[near], (mean + band)[near], color=color, alpha=0.15, linewidth=0
-                )
-            elif not result.is_cut:
-                ax.errorbar(
-                    row.steps,
-                    target.mean,
-                    target.std,
-                    fmt="o",
-                    color=color,
-                    capsize=3,
-                    markersize=4,
-                    label=target.by,
-                )
-        ax.set_title(", ".join(filter(None, (row.env_id.split(":")[-1], row.variant))), fontsize=9)
-        ax.tick_params(labelsize=7)
-        ax.legend(fontsize=6)
-    for ax in axes.flat[len(shown) :]:
-        ax.axis("off")
-    figure.suptitle(f"{suite}: return of the last 100 training episodes by environment step", fontsize=10)
-    figure.tight_layout()
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=90, metadata={"Software": None})
-    plt.close(figure)
-    return buffer.getvalue()
+def flags_line(rows: list[Row]) -> str:
+    """What all rows of a script have in common."""
+    said = []
+    for script in dict.fromkeys(row.script for row in rows):
+        if shared := flags_text(shared_flags(rows, script)):
+            said.append(f"`{script}.py` has `{shared}` in all rows.")
+    return "\n".join(said)
 
 
-def page(sections: list[tuple[str, list[list[str]], bytes | None]]) -> str:
-    """One HTML page with everything in it."""
+def section(suite: str, results: list[tuple[Row, Result | None]]) -> str:
+    """Of RESULTS.md: the table, what its rows have in common, and the figure."""
+    parts = [markdown(table(results)), flags_line([row for row, _ in results])]
+    parts += [f"![{suite}](results/{suite}/curves.png)"] if any(result for _, result in results) else []
+    return "\n\n".join(filter(None, parts))
+
+
+# === Figures =================================================================================
+
+
+def name_of(row: Row) -> str:
+    return ", ".join(filter(None, (f"{row.script}.py", row.label)))
+
+
+def draw_published(ax, target: Target, row: Row, until: float, color: str, shift: float):
+    """A curve as far as ours go, or a final score, shifted a little so that several stand side by side."""
+    if target.curve:
+        points = curves()[target.curve, target.env_id]
+        points = points[points[:, 0] <= max(1.05 * until, points[0, 0])]
+        band = points[:, 2] if target.is_std and not np.isnan(points[:, 2]).any() else None
+        figures.curve(ax, points[:, 0], points[:, 1], band, color=color, label=target.by)
+    elif (at := target.at or row.steps) <= 1.05 * until:
+        bar = dict(fmt="o", color=color, capsize=3, markersize=4)
+        ax.errorbar(at + shift, target.mean, target.spread, label=f"{target.by}, final", **bar)
+
+
+def figure(results: list[tuple[Row, Result | None]]) -> Figure:
+    """A panel a task: our rows that were run, and what was published of them."""
+    shown, targets = {}, {}
+    for row, result in results:
+        if result:
+            shown.setdefault(row.panel or row.task, []).append(result)
+            targets.setdefault(row.panel or row.task, {}).update({target: row for target in row.targets})
+    names = [name_of(result.row) for panel in shown.values() for result in panel]
+    names += [target.by for panel in targets.values() for target in panel]
+    color = figures.colors(names)
+    drawing, axes = figures.panels(len(shown))
+    for ax, (task, panel) in zip(axes, shown.items(), strict=True):
+        for result in panel:
+            steps = np.linspace(0, result.reached, 101)[1:]
+            ours = np.array([result.at(step) for step in steps])
+            std = ours.std(1, ddof=1) if ours.shape[1] > 1 else None
+            name = name_of(result.row)
+            figures.curve(ax, steps, ours.mean(1), std, color=color[name], label=name)
+        until = max(result.reached for result in panel)
+        for k, (target, row) in enumerate(targets[task].items()):
+            draw_published(ax, target, row, until, color[target.by], 0.015 * k * until)
+        counts = sorted({len(result.seeds) for result in panel})
+        seeds = " or ".join("one seed" if n == 1 else f"{n} seeds" for n in counts)
+        figures.finish(ax, f"{task.replace('NoFrameskip-v4', '')}, {seeds}")
+    figures.legend(drawing)
+    return drawing
+
+
+# === Main ====================================================================================
+
+
+def write_between(page: Path, name: str, content: str):
+    """Replaces what a page has between two comments."""
+    before, begin, rest = page.read_text().partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition(f"\n<!-- end of {name} -->")
+    page.write_text(before + begin + content + end + after)
+
+
+def write(args: Args, results: dict[str, list[tuple[Row, Result | None]]]):
+    """Figures of the suites asked for, the page of all, and the tables of RESULTS.md."""
+    for suite in args.suites:
+        if any(result for _, result in results[suite]):
+            figures.save(figure(results[suite]), args.results / suite / "curves")
     parts = []
-    for suite, lines, png in sections:
-        head, *body = lines
-        cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-        rows = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>" for line in body
-        )
-        image = f'<img src="data:image/png;base64,{base64.b64encode(png).decode()}">' if png else ""
-        parts.append(f"<h2>{suite}</h2><table><tr>{cells}</tr>{rows}</table>{image}")
-    style = "body{font:14px sans-serif;margin:2em} table{border-collapse:collapse} "
-    style += "td,th{border:1px solid #ccc;padding:3px 8px}"
-    return (
-        f"<!doctype html><meta charset=utf-8><title>Benchmark</title><style>{style}</style>{''.join(parts)}\n"
-    )
+    for suite, content in results.items():
+        parts += [f"<h2>{suite}</h2>", figures.html_table(table(content))]
+        parts += [f"<p>{flags_line([row for row, _ in content])}"]
+        parts += [figures.html_image(figure(content))] if any(result for _, result in content) else []
+    (args.results / "index.html").write_text(figures.html_page("Benchmark", parts))
+    if args.results.resolve() == RESULTS and not args.flags:
+        for suite in args.suites:
+            write_between(PAGE, suite, section(suite, results[suite]))
 
 
 def main():
-    args = tyro.cli(Args)
-    if unknown := set(args.suites) - set(SUITES):
-        print(
-            f"compare.py: error: no suite {', '.join(sorted(unknown))}; there are {', '.join(SUITES)}",
-            file=sys.stderr,
-        )
-        sys.exit(2)
-    sections, is_short = [], False
+    args = tyro.cli(Args, description=__doc__ + f"\nThe suites are {', '.join(SUITES)}.")
+    if unknown := [suite for suite in args.suites if suite not in SUITES]:
+        fail(f"no suite {', '.join(unknown)}; there are {', '.join(SUITES)}")
+    if not args.results.is_dir():
+        fail(f"--results {args.results}: there is no such folder")
+    results = {suite: [(row, load(suite, row, args)) for row in SUITES[suite]] for suite in SUITES}
+    is_lower = False
     for suite in args.suites:
-        results = [(row, load(row, args)) for row in SUITES[suite]]
-        lines, png = table(results), None
-        if any(result for _, result in results):
-            png = picture(suite, results)
-            (args.results / f"{suite}.png").write_bytes(png)
-        print(f"\n{suite}\n\n{markdown(lines)}")
-        for row, result in results if args.reach is not None else ():
+        print(f"\n{suite}\n\n{section(suite, results[suite])}")
+        for row, result in results[suite] if args.reach is not None else ():
             if result:
                 steps = ", ".join(f"{step:.0f}" for step in result.first(args.reach))
-                print(f"{row.name}: {args.reach:g} first at {steps}")
-        is_short |= any(line[-2].startswith("short") for line in lines)
-        sections.append((suite, lines, png))
-    (args.results / "index.html").write_text(page(sections))
+                print(f"{row.name()}: {args.reach:g} first at {steps}")
+        is_lower |= any(line[-2] == "lower" for line in table(results[suite]))
     if args.write:
-        text = PAGE.read_text()
-        for suite, lines, _ in sections:
-            begin, end = f"<!-- {suite} -->", f"<!-- end of {suite} -->"
-            before, _, rest = text.partition(begin)
-            text = f"{before}{begin}\n{markdown(lines)}\n{end}{rest.partition(end)[2]}"
-        PAGE.write_text(text)
-    sys.exit(int(is_short))
+        write(args, results)
+    sys.exit(int(is_lower))
 
 
 if __name__ == "__main__":

@@ -54,19 +54,19 @@ PYTHON
 
 speed() { # steps/s beside stable-baselines3, rows of speed.csv with device cuda
     pip install -q sb3-contrib
-    python benchmark/speed.py --all --rounds 1 --device cuda --csv benchmark/results/speed.csv
+    python benchmark/speed/speed.py --all --rounds 1 --device cuda --csv benchmark/results/speed/speed.csv
 }
 
 modes() { # with CUDA graphs
     for script in ppo ppo_shared ppo_continuous ppo_lstm ppo_multidiscrete; do
-        python benchmark/speed.py "$script" --rounds 1 --device cuda --flags=--compile --csv benchmark/results/speed.csv
+        python benchmark/speed/speed.py "$script" --rounds 1 --device cuda --flags=--compile --csv benchmark/results/speed/speed.csv
     done
 }
 
 atari-modes() { # ppo_atari.py; LeanRL's makes 6,809 steps/s on an H100
     for flags in "" "--compile" "--compile --amp" "--num-envs 64 --compile --amp"; do
-        python benchmark/speed.py ppo_atari --rounds 1 --steps 100000 --device cuda --flags="$flags" \
-            --csv benchmark/results/speed.csv
+        python benchmark/speed/speed.py ppo_atari --rounds 1 --steps 100000 --device cuda --flags="$flags" \
+            --csv benchmark/results/speed/speed.csv
     done
 }
 
@@ -83,7 +83,7 @@ breakout() { # 10M steps, to be done in 12 minutes
 
 atari() { # the suites' rows
     $for_nine_minutes python benchmark/run.py atari --seeds 1..3 --workers 4 --flags="--compile --amp"
-    python benchmark/compare.py --readme
+    python benchmark/compare.py --write
 }
 
 failed=

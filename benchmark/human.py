@@ -17,6 +17,10 @@ import numpy as np
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmark.cli import fail  # noqa: E402
+
 SCORES = Path(__file__).with_name("published") / "atari_random_human.csv"
 
 
@@ -49,8 +53,7 @@ def last_returns(run: Path) -> dict[str, float]:
     if tasks:
         return {tag.removeprefix("tasks/"): events.Scalars(tag)[-1].value for tag in tasks}
     if "charts/episodic_return" not in events.Tags()["scalars"]:
-        print(f"human.py: error: {run} has no episodes", file=sys.stderr)
-        sys.exit(2)
+        fail(f"{run} has no episodes")
     env_id = run.resolve().name.split("__")[0].replace("ALE-", "ALE/")
     return {
         env_id: float(np.mean([event.value for event in events.Scalars("charts/episodic_return")[-100:]]))
@@ -65,8 +68,7 @@ def main():
     for env_id, x in percent.items():
         print(f"{env_id}: {x:.1f} %")
     if not percent:
-        print("human.py: error: no run is of an Atari game", file=sys.stderr)
-        sys.exit(2)
+        fail("no run is of an Atari game")
     values = np.array(list(percent.values()))
     print(f"median {np.median(values):.1f} %, mean of what is capped {values.clip(max=100).mean():.1f} %")
 

@@ -10,26 +10,24 @@ thin lines are the seeds. Minutes leave out what passed between a stop and a res
 equal flags and seed the longest counts, of equally long ones the newest.
 """
 
-import base64
 import html
-import io
 import os
 import re
 import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from benchmark import figures  # noqa: E402
+from benchmark.cli import fail  # noqa: E402
 from benchmark.compare import number  # noqa: E402
 
 FORMATS = {  # where a script logs its arguments, and how
@@ -51,12 +49,6 @@ class Args:
     wandb: bool = False  # save a report of a W&B project instead
     project: str = "ppo"  # W&B project
     entity: str | None = None  # W&B user or team
-
-
-def fail(message: object) -> NoReturn:
-    """A mistake of the user, not a bug: one line on stderr and exit code 2."""
-    print(f"report.py: error: {' '.join(str(message).split())}", file=sys.stderr)
-    sys.exit(2)
 
 
 # === Runs ====================================================================================
@@ -193,16 +185,11 @@ def draw(ax: Axes, groups: dict[str, list[Run]], tag: str, axis: int, window: in
         if runs := [run for run in runs if tag in run.scalars]:
             grid = np.linspace(0, max(run.end[axis] for run in runs), 201)
             curves = np.array([run.curve(tag, axis, grid, window) for run in runs])
-            mean, std = curves.mean(0), curves.std(0, ddof=len(runs) > 1)
+            mean, std = curves.mean(0), curves.std(0, ddof=1) if len(runs) > 1 else None
             ax.plot(grid, curves.T, alpha=0.3, linewidth=0.7, **style)
             dot = "." if np.isfinite(mean).sum() == 1 else None  # no line: one evaluation at the end
-            ax.plot(grid, mean, linewidth=1.5, marker=dot, **style)
-            ax.fill_between(grid, mean - std, mean + std, color=style["color"], alpha=0.15, linewidth=0)
-    ax.set_xlabel(("environment steps", "minutes")[axis], fontsize=8)
-    ax.set_title(tag, fontsize=9)
-    if axis == 0:
-        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-    ax.tick_params(labelsize=7)
+            figures.curve(ax, grid, mean, std, marker=dot, **style)
+    figures.finish(ax, tag, ("environment steps", "minutes")[axis], ylabel="")
 
 
 def pictures(groups: dict[str, list[Run]], metric: str) -> list[Figure]:
@@ -211,8 +198,7 @@ def pictures(groups: dict[str, list[Run]], metric: str) -> list[Figure]:
     figure = Figure(figsize=(11, 4 + 0.2 * len(groups) / columns), layout="constrained")
     for axis, ax in enumerate(figure.subplots(1, 2, sharey=True)):
         draw(ax, groups, metric, axis, 100)
-    lines, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(lines, labels, loc="outside lower center", ncols=columns, fontsize=8)
+    figures.legend(figure, columns)
     tags = sorted({tag for runs in groups.values() for run in runs for tag in run.scalars} - {metric})
     if not tags:
         return [figure]
@@ -227,27 +213,14 @@ def pictures(groups: dict[str, list[Run]], metric: str) -> list[Figure]:
 
 def page(groups: dict[str, dict[str, list[Run]]], notes: list[str], metric: str) -> str:
     """One HTML page with everything in it."""
-
-    def table(lines: list[list[str]]) -> str:
-        cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in line) for line in lines]
-        head, *body = [f"<tr>{line}</tr>" for line in cells]
-        return f"<table>{head.replace('td>', 'th>')}{''.join(body)}</table>" if body else ""
-
-    def image(figure: Figure) -> str:
-        buffer = io.BytesIO()
-        figure.savefig(buffer, dpi=100)
-        return f'<p><img src="data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
-
-    style = "body{font:14px sans-serif;margin:2em} table{border-collapse:collapse;margin:1em 0} "
-    style += "td,th{border:1px solid #ccc;padding:3px 8px;text-align:left} img{max-width:100%}"
     said = f"Curves and finals: mean over seeds of each seed's last 100 {metric}. Bands and ±: one standard "
     said += "deviation over seeds. Thin lines: the seeds. Hours and steps/s: mean over seeds, without pauses."
     parts = [f"<p>{html.escape(said)}", *(f"<br>{html.escape(note)}" for note in notes)]
     for env_id, labels in groups.items():
-        main, *panels = [image(figure) for figure in pictures(labels, metric)]
-        parts += [f"<h2>{html.escape(env_id)}</h2>", table(results(labels, metric)), main]
-        parts += [table(arguments(labels)), *panels]
-    return f"<!doctype html><meta charset=utf-8><title>Runs</title><style>{style}</style>{''.join(parts)}\n"
+        main, *panels = [figures.html_image(figure) for figure in pictures(labels, metric)]
+        parts += [f"<h2>{html.escape(env_id)}</h2>", figures.html_table(results(labels, metric)), main]
+        parts += [figures.html_table(arguments(labels)), *panels]
+    return figures.html_page("Runs", parts)
 
 
 # === Weights & Biases =========================================================================

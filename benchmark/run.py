@@ -1,56 +1,124 @@
 """Run what is missing of a suite, in parallel, and write one small CSV a run.
 
-    python benchmark/run.py classic --seeds 1..3 --workers 2
-    python benchmark/run.py atari --seeds 1 --env-ids PongNoFrameskip-v4 --stop-at 1000000 --threads 2
+    python benchmark/run.py classic --workers 2
+    python benchmark/run.py classic --scripts ppo --env-ids CartPole-v1 --seeds 1,5 --results mine
+    python benchmark/run.py atari --env-ids PongNoFrameskip-v4 --stop-at 1000000
 
-Stop it when you like, even with kill -9: the same command goes on, each run from its checkpoint, and nothing
-is run twice. --stop-at ends the runs early on their full schedule, so that they stay comparable with the
-beginning of a published curve; --total-timesteps changes the schedule itself. Folders and checkpoints are in
-benchmark/unfinished/, results in benchmark/results/: RUN.csv (a row an episode) and runs.csv (a row a run).
+Stop it when you like, even with kill -9: the same command goes on, each run from its last checkpoint, and
+nothing is run twice. Without --seeds, each row of suites.py is run as often as it says. RESULTS/SUITE/ gets a
+CSV a run, with a row an episode, and runs.csv, with a row a run: build, machine and command, as they were
+when each part of the run began, and the seconds of all parts. Run folders are in RESULTS/SUITE/unfinished/
+until their runs have reached the end of their schedule.
+
+A run belongs to its command and to the fingerprints of its files, as `git hash-object` prints them. Where a
+folder or a row of runs.csv has the same name but was made by another command or by other files, run.py ends
+with a message; --anew throws the folder away, and runs what the row is of again.
+
+--stop-at ends runs early on their full schedule, so that they stay comparable with the beginning of a
+published curve; a higher one continues them. --total-timesteps changes the schedule itself.
 """
 
 import csv
 import fcntl
+import hashlib
+import json
 import os
+import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import date
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from benchmark.cli import fail  # noqa: E402
 from benchmark.export import export  # noqa: E402
 from benchmark.suites import SUITES, Row  # noqa: E402
+
+# cores may be shared with others: only an environment that takes ten minutes for a step has stalled
+PATIENCE = ("--stall-seconds", "600")
+PACKAGES = ("torch", "numpy", "gymnasium", "ale-py", "mujoco", "minigrid", "gym-microrts")
+SuiteName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=f"one of {', '.join(SUITES)}")]
 
 
 @dataclass
 class Args:
-    suite: tyro.conf.Positional[str]  # which suite
-    seeds: str = "1..3"  # such as 1..3 or 1,5
-    workers: int = 2  # runs at a time
-    threads: int = 1  # of each run
+    suite: SuiteName
+    seeds: str | None = None  # such as 1..3 or 1,5, instead of the suite's own
+    workers: int = 1  # runs at a time
+    threads: int | None = None  # of each run, instead of the suite's
     scripts: tuple[str, ...] = ()  # only these
     env_ids: tuple[str, ...] = ()  # only these
     flags: str = ""  # more flags for the scripts; they change the names of the results
     total_timesteps: int | None = None  # instead of the suite's, annealing included
     stop_at: int | None = None  # environment step at which to stop a run, on the full schedule
-    work: Path = ROOT / "benchmark/unfinished"  # for run folders
-    results: Path = ROOT / "benchmark/results"  # for CSVs
+    anew: bool = False  # throw away what other commands or other files made under the same name
+    results: Path = ROOT / "benchmark/results"  # where the suite's folder is
 
-    def seed_list(self) -> list[int]:
-        if ".." in self.seeds:
-            first, last = map(int, self.seeds.split(".."))
-            return list(range(first, last + 1))
-        return [int(seed) for seed in self.seeds.split(",")]
+
+class Mistake(Exception):
+    """Of the user: the message is all that needs to be said."""
+
+
+# === Build and machine =======================================================================
+
+
+def fingerprint(row: Row) -> str:
+    """Of each file that makes the row's results: the first digits of `git hash-object FILE`."""
+    files = [f"{row.script}.py"]
+    if ":" in row.env_id:
+        files.append(row.env_id.split(":")[0].replace(".", "/") + ".py")
+    blobs = []
+    for file in files:
+        content = (ROOT / file).read_bytes()
+        blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        blobs.append(f"{file} {blob[:12]}")
+    return ", ".join(blobs)
+
+
+def git(*command: str) -> str:
+    done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.rstrip() if done.returncode == 0 else "unknown"
+
+
+def build() -> dict[str, str]:
+    """The commit, and what differs from it; results do not count."""
+    changed = git("status", "--porcelain", "--", ".", ":(exclude)benchmark/results")
+    files = [line[3:] for line in changed.splitlines()] if changed != "unknown" else ["unknown"]
+    return dict(commit=git("rev-parse", "--short=10", "HEAD"), changed=" ".join(files) or "nothing")
+
+
+def machine() -> dict[str, str]:
+    """Names of the processors, and versions of what the runs compute with."""
+    info = Path("/proc/cpuinfo")
+    models = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    names = [f"{os.cpu_count()} x {models[0] if models else platform.processor() or platform.machine()}"]
+    for gpu in Path("/proc/driver/nvidia/gpus").glob("*/information"):
+        names += re.findall(r"Model:\s*(.*)", gpu.read_text())
+    versions = [f"Python {platform.python_version()}"]
+    for package in PACKAGES:
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            pass
+    return dict(machine=", ".join(names), versions=", ".join(versions))
+
+
+# === Runs ====================================================================================
 
 
 class Run:
@@ -58,51 +126,113 @@ class Run:
 
     def __init__(self, args: Args, row: Row, seed: int):
         self.row, self.seed, self.args = row, seed, args
-        steps = args.total_timesteps or row.steps
-        self.steps = min(args.stop_at or steps, steps)
-        self.name = "__".join((row.name, *args.flags.replace("--", "").split(), str(seed)))
-        self.folder, self.csv = args.work / self.name, args.results / f"{self.name}.csv"
-        self.command = [
-            sys.executable,
-            str(ROOT / f"{row.script}.py"),
-            "--env-id",
-            row.env_id,
-            "--seed",
-            str(seed),
-        ]
-        self.command += ["--total-timesteps", str(steps), *row.flags, *args.flags.split()]
+        self.schedule = args.total_timesteps or row.steps
+        self.steps = min(args.stop_at or row.stop_at or self.schedule, self.schedule)
+        self.threads = args.threads or row.threads
+        more = args.flags
+        if self.schedule != row.steps:
+            more += f" --total-timesteps {self.schedule}"
+        self.name = f"{row.name(more)}__{seed}"
+        self.results = args.results / args.suite
+        self.csv, self.table = self.results / f"{self.name}.csv", self.results / "runs.csv"
+        self.folder = self.results / "unfinished" / self.name
         self.log = self.folder / "log.txt"
+        options = row.options(args.flags) | {"total-timesteps": str(self.schedule)}
+        flags = [word for name, x in options.items() for word in (f"--{name}", *x.split())]
+        self.flags = ["--env-id", row.env_id, "--seed", str(seed), *flags, *PATIENCE]
+        command = " ".join(["python", f"{row.script}.py", *self.flags])
+        self.identity = dict(command=command, fingerprint=fingerprint(row))
 
     def run_dir(self) -> Path | None:
-        """The run folder with the newest checkpoint, if any."""
+        """The run folder of the script, if it has a checkpoint."""
         found = sorted(self.folder.glob("runs/*/checkpoint.pt"), key=os.path.getmtime)
         return found[-1].parent if found else None
 
+    def record(self) -> dict:
+        """What is known of the run in its folder: its identity and the parts in which it was run."""
+        path = self.folder / "run.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def write_record(self, record: dict):
+        path = self.folder / "run.json"
+        path.with_suffix(".tmp").write_text(json.dumps(record, indent=1))
+        path.with_suffix(".tmp").replace(path)
+
+    def is_mine(self, record: dict) -> bool:
+        return all(record.get(name) == x for name, x in self.identity.items())
+
+    def obstacle(self) -> str | None:
+        """What has this run's name but was made by another command or by other files."""
+        for what, record in ((self.folder, self.record()), (self.csv, read_table(self.table).get(self.name))):
+            if record and not self.is_mine(record):
+                names = [name for name, x in self.identity.items() if record.get(name) != x]
+                before, now = record.get(names[0]), self.identity[names[0]]
+                return f"{what} has another {names[0]}: {before}, not {now}"
+        return None
+
+    def is_done(self) -> bool:
+        if not self.csv.exists():
+            return False
+        row = read_table(self.table).get(self.name)
+        return bool(row) and self.is_mine(row) and int(row["steps"]) >= self.steps
+
+    def is_beyond(self) -> bool:
+        """Has passed the step at which it is to stop. The log rounds, so just that step is not enough."""
+        return self.steps < self.schedule and self.progress() > self.steps
+
     def progress(self) -> int:
         """Environment steps, from the last line of the log."""
-        if self.csv.exists():
-            return self.steps
         text = self.log.read_text(errors="replace")[-2000:] if self.log.exists() else ""
         numbers = re.findall(r"([\d.]+)([kM]?)/[\d.]+[kM]? ", text)
         return int(float(numbers[-1][0]) * dict(k=1e3, M=1e6).get(numbers[-1][1], 1)) if numbers else 0
 
     def work(self, stopping: threading.Event):
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / "lock", "w") as lock:
+        """Train until the run is done, or until it is to stop."""
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        path = self.folder.with_name(f"{self.name}.lock")
+        with open(path, "w") as lock:
             # the run holds the lock, too: one that outlived its runner is waited for, not started twice
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not self.csv.exists() and not stopping.is_set():
+            while not stopping.is_set() and not is_locked(lock):
+                stopping.wait(1)
+            if not stopping.is_set() and not self.is_done():
                 self.train(lock, stopping)
+            if self.is_done() and self.steps == self.schedule:
+                path.unlink(missing_ok=True)
 
     def train(self, lock, stopping: threading.Event):
-        if self.args.stop_at and self.run_dir() and self.progress() >= self.steps:
-            return self.finish(0)  # it was stopped by hand, beyond
-        resume = ["--resume", str(self.run_dir().relative_to(self.folder))] if self.run_dir() else []
-        environment = os.environ | dict(OMP_NUM_THREADS=str(self.args.threads), PYTHONPATH=str(ROOT))
+        if self.obstacle() and not self.args.anew:
+            raise Mistake(self.obstacle())
+        if self.identity["fingerprint"] != fingerprint(self.row):
+            raise Mistake(f"{self.row.script}.py is not what it was when run.py began; start it again")
+        if self.record() and not self.is_mine(self.record()):
+            shutil.rmtree(self.folder)
+        record = self.record() or self.identity | dict(parts=[])
+        end_last_part(record["parts"], self.log)
+        if self.run_dir() and self.is_beyond():
+            return self.finish(record["parts"])
+        part = dict(started=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+        part |= build() | machine() | dict(threads=self.threads, seconds=None)
+        record["parts"].append(part)
+        self.folder.mkdir(exist_ok=True)
+        self.write_record(record)
         start = time.time()
+        returncode = self.execute(lock, stopping)
+        part["seconds"] = round(time.time() - start)
+        self.write_record(record)
+        if returncode == 0 or returncode == 128 + signal.SIGTERM and self.is_beyond():
+            self.finish(record["parts"])
+        elif not stopping.is_set():
+            tail = self.log.read_text(errors="replace")[-2000:]
+            error = Mistake if returncode == 2 else RuntimeError
+            raise error(f"{self.name} ended with {returncode}; see {self.log}\n{tail}")
+
+    def execute(self, lock, stopping: threading.Event) -> int:
+        """Exit code of the script, which is started or resumed, and stopped in time."""
+        resume = ["--resume", str(self.run_dir().relative_to(self.folder))] if self.run_dir() else []
+        environment = os.environ | dict(OMP_NUM_THREADS=str(self.threads), PYTHONPATH=str(ROOT))
         with open(self.log, "a") as log:
             process = subprocess.Popen(
-                [*self.command, *resume],
+                [sys.executable, str(ROOT / f"{self.row.script}.py"), *self.flags, *resume],
                 cwd=self.folder,
                 stdout=log,
                 stderr=log,
@@ -111,70 +241,150 @@ class Run:
                 start_new_session=True,  # Ctrl-C is for the runner, which tells the runs
             )
         while process.poll() is None:
-            if stopping.is_set() or self.args.stop_at and self.progress() >= self.steps:
+            if stopping.is_set() or self.is_beyond():
                 process.send_signal(signal.SIGTERM)
                 process.wait()
             stopping.wait(1) if not stopping.is_set() else time.sleep(0.1)
-        cut = process.returncode == 128 + signal.SIGTERM and self.progress() >= self.steps
-        if process.returncode == 0 or cut:
-            self.finish(time.time() - start)
-        elif not stopping.is_set():
-            tail = self.log.read_text(errors="replace")[-2000:]
-            raise RuntimeError(f"{self.name} ended with {process.returncode}; see {self.log}\n{tail}")
+        return process.returncode
 
-    def finish(self, seconds: float):
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-        )
-        row = dict(
-            run=self.name, script=self.row.script, env_id=self.row.env_id, seed=self.seed, steps=self.steps
-        )
-        row |= dict(date=date.today(), commit=commit.stdout.strip() or "?", seconds=round(seconds))
-        row |= dict(command=" ".join(["python", f"{self.row.script}.py", *self.command[2:]]))
-        table = self.args.results / "runs.csv"
-        self.args.results.mkdir(parents=True, exist_ok=True)
-        with open(self.args.results / "runs.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            is_new = not table.exists()
-            with open(table, "a", newline="") as file:
-                writer = csv.DictWriter(file, row, lineterminator="\n")
-                if is_new:
-                    writer.writeheader()
-                writer.writerow(row)
+    def finish(self, parts: list[dict]):
+        """Write the results; the folder leaves, if there is nothing to continue."""
+        row = dict(run=self.name, script=self.row.script, env_id=self.row.env_id, seed=self.seed)
+        row |= dict(steps=self.steps, schedule=self.schedule, seconds=sum(x["seconds"] for x in parts))
+        row |= dict(parts=len(parts))
+        for name in ("started", "commit", "changed", "machine", "threads", "versions"):
+            different = dict.fromkeys(str(part[name]) for part in parts)
+            row[name] = " | ".join(different)
         export(self.run_dir(), self.csv)
+        write_row(self.table, row | self.identity)
+        if self.steps == self.schedule:
+            shutil.rmtree(self.folder)
+
+
+def end_last_part(parts: list[dict], log: Path):
+    """Gives a part whose runner was killed its seconds: until the last line of the log."""
+    if parts and parts[-1]["seconds"] is None:
+        start = datetime.fromisoformat(parts[-1]["started"]).timestamp()
+        end = log.stat().st_mtime if log.exists() else start
+        parts[-1]["seconds"] = max(0, round(end - start))
+
+
+def is_locked(lock) -> bool:
+    """Takes the lock, if nobody else has it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+# === runs.csv ================================================================================
+
+
+def read_table(path: Path) -> dict[str, dict]:
+    """Rows of runs.csv by the run's name."""
+    if not path.exists():
+        return {}
+    with open(path, newline="") as file:
+        return {row["run"]: row for row in csv.DictReader(file)}
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    (path.parent / "unfinished").mkdir(parents=True, exist_ok=True)
+    with open(path.parent / "unfinished" / f"{path.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def write_row(path: Path, row: dict):
+    """Adds a row to runs.csv, or replaces that of the same run. Rows are in order of their names."""
+    with locked(path):
+        rows = read_table(path) | {row["run"]: row}
+        with open(path.with_suffix(".tmp"), "w", newline="") as file:
+            writer = csv.DictWriter(file, row, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows[name] for name in sorted(rows))
+        path.with_suffix(".tmp").replace(path)
+
+
+# === Main ====================================================================================
+
+
+def seed_list(text: str) -> list[int]:
+    """Seeds of 1..3 or 1,5."""
+    if found := re.fullmatch(r"(\d+)\.\.(\d+)", text):
+        seeds = list(range(int(found[1]), int(found[2]) + 1))
+    else:
+        seeds = [int(x) for x in text.split(",")] if re.fullmatch(r"\d+(,\d+)*", text) else []
+    if not seeds:
+        fail(f"--seeds {text}: write 1..3 or 1,5")
+    return seeds
+
+
+def planned(args: Args) -> list[tuple[Row, int]]:
+    """Rows and seeds that the flags ask for, the first seed of each row first."""
+    if args.suite not in SUITES:
+        fail(f"no suite {args.suite}; there are {', '.join(SUITES)}")
+    for flag, asked, known in (
+        ("--scripts", args.scripts, [row.script for row in SUITES[args.suite]]),
+        ("--env-ids", args.env_ids, [row.env_id for row in SUITES[args.suite]]),
+    ):
+        if unknown := [x for x in asked if x not in known]:
+            known = ", ".join(dict.fromkeys(known))
+            fail(f"{flag}: {args.suite} has no {', '.join(unknown)}; it has {known}")
+    for name in ("workers", "threads", "total_timesteps", "stop_at"):
+        if (x := getattr(args, name)) is not None and x < 1:
+            fail(f"{name} cannot be {x}")
+    if args.flags.strip() and not args.flags.strip().startswith("--"):
+        fail(f"--flags {args.flags!r}: write them as for a script, such as --flags='--learning-rate 1e-3'")
+    rows = [row for row in SUITES[args.suite] if not args.scripts or row.script in args.scripts]
+    rows = [row for row in rows if not args.env_ids or row.env_id in args.env_ids]
+    seeds = seed_list(args.seeds) if args.seeds else range(1, 1 + max(row.seeds for row in rows))
+    plan = [(row, seed) for seed in seeds for row in rows if args.seeds or seed <= row.seeds]
+    if not plan:
+        fail("these rows are only run if they are given --seeds")
+    return plan
 
 
 def main():
-    args = tyro.cli(Args)
-    if args.suite not in SUITES:
-        print(f"run.py: error: no suite {args.suite}; there are {', '.join(SUITES)}", file=sys.stderr)
-        sys.exit(2)
-    rows = [row for row in SUITES[args.suite] if not args.scripts or row.script in args.scripts]
-    rows = [row for row in rows if not args.env_ids or row.env_id in args.env_ids]
-    runs = [Run(args, row, seed) for seed in args.seed_list() for row in rows]
-    stopping, done = threading.Event(), 0
-    style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
+    args = tyro.cli(Args, description=__doc__)
+    args.results = args.results.resolve()
+    runs = [Run(args, row, seed) for row, seed in planned(args)]
+    obstacles = [text for run in runs if (text := run.obstacle())]
+    if obstacles and not args.anew:
+        fail(f"{obstacles[0]} ({len(obstacles)} of {len(runs)} runs); --anew makes them again")
+    if too_long := [run.name for run in runs if len(run.name) > 240]:
+        fail(f"{too_long[0]} is too long for the name of a file: give fewer flags")
+    stopping = threading.Event()
+
+    def progress() -> int:
+        return sum(run.steps if run.is_done() else run.progress() for run in runs)
+
+    style = {} if sys.stderr.isatty() else dict(mininterval=60, bar_format="{l_bar}{r_bar}\n")
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: stopping.set())
     with (
         ThreadPoolExecutor(args.workers) as pool,
         tqdm(total=sum(run.steps for run in runs), unit="step", unit_scale=True, **style) as bar,
     ):
+        bar.initial = bar.n = progress()  # the estimate is of what is left
         futures = [pool.submit(run.work, stopping) for run in runs]
-        bar.initial = bar.n = sum(run.progress() for run in runs)  # the estimate is of what is left
         while not all(future.done() for future in futures):
-            failed = [future for future in futures if future.done() and future.exception()]
-            if failed:
-                stopping.set()
-            bar.update(sum(run.progress() for run in runs) - bar.n)
-            done = sum(run.csv.exists() for run in runs)
+            failed = [future.exception() for future in futures if future.done() and future.exception()]
+            if any(isinstance(error, Mistake) for error in failed):
+                stopping.set()  # the other runs would make it, too
+            bar.update(progress() - bar.n)
+            done = sum(run.is_done() for run in runs)
             bar.set_postfix_str(f"{done} of {len(runs)} runs", refresh=False)
-            time.sleep(0.5)
-    errors = [str(future.exception()) for future in futures if future.exception()]
+            stopping.wait(1) if not stopping.is_set() else time.sleep(0.1)
+    errors = [future.exception() for future in futures if future.exception()]
+    for error in errors:
+        print(f"run.py: error: {error}", file=sys.stderr)
+    done = sum(run.is_done() for run in runs)
+    print(f"{done} of {len(runs)} runs are done; results in {args.results / args.suite}")
     if errors:
-        sys.exit("\n".join(errors))
-    done = sum(run.csv.exists() for run in runs)
-    print(f"{done} of {len(runs)} runs are done; results in {args.results}")
+        sys.exit(2 if any(isinstance(error, Mistake) for error in errors) else 1)
     sys.exit(0 if done == len(runs) else 130)
 
 

@@ -1,135 +1,147 @@
-"""The suites: what is run, and what others have published of it.
+"""The suites: what is run, how often, and what others have published of it.
 
-A target is a final score (mean and std over seeds of each seed's mean of its last 100 training episodes) or a
-curve of published/curves.csv, or both. The first target of a row is the one that it is judged by.
+A target is a score of published/scores.csv (mean and std over runs of each run's mean of its last 100
+training episodes), a curve of published/curves.csv, or a number with its source beside it. compare.py shows
+all of a row's targets and judges by the highest.
 """
 
+import csv
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, pstdev
+
+PUBLISHED = Path(__file__).with_name("published")
 
 
 @dataclass(frozen=True)
 class Target:
     by: str  # whose number it is
-    mean: float | None = None  # of the last 100 training episodes, over seeds
-    std: float | None = None
-    curve: tuple[str, str] | None = None  # algo and env_id in published/curves.csv
+    env_id: str  # theirs, which may be another version
+    mean: float | None = None  # at the end of the row's schedule; None: it is a curve
+    spread: float | None = None  # None: a single run
+    runs: int | None = None
+    is_std: bool = True  # spread is a standard deviation over runs; else the source does not say what it is
+    curve: str | None = None  # algo in published/curves.csv
+    at: int | None = None  # step of the mean, if it is not the end
 
 
 @dataclass(frozen=True)
 class Row:
     script: str
     env_id: str
-    steps: int
-    targets: tuple[Target, ...]
-    flags: tuple[str, ...] = ()
-    variant: str = ""  # tells apart rows of the same script and task
+    steps: int  # of the whole schedule
+    targets: tuple[Target, ...] = ()
+    flags: str = ""
+    label: str = ""  # tells apart rows of the same task in tables and figures
+    seeds: int = 5  # how many run.py runs; 0: the row is only run if it is given seeds
+    stop_at: int | None = None  # step at which run.py stops a run, on the whole schedule
+    threads: int = 1  # of a run
+    panel: str = ""  # of the suite's figure; else rows of the same task share one
 
     @property
-    def name(self) -> str:
-        """Of its results, without the seed."""
-        task = self.env_id.split(":")[-1].replace("/", "-")
-        return "__".join(filter(None, (task, self.script, self.variant)))
+    def task(self) -> str:
+        return self.env_id.split(":")[-1]
+
+    def options(self, more: str = "") -> dict[str, str]:
+        """Flags by name; of one that is given twice, the last counts."""
+        found = {}
+        for word in f"{self.flags} {more}".split():
+            if word.startswith("--"):
+                name, _, found[name] = word[2:].partition("=")
+            else:
+                found[name] = f"{found[name]} {word}".strip()
+        return found
+
+    def name(self, more: str = "") -> str:
+        """Of its results, without the seed: task, script and every flag."""
+        flags = (f"{name}={x}" if x else name for name, x in self.options(more).items())
+        return "__".join((self.task, self.script, *flags)).replace("/", "-").replace(" ", "+")
 
 
-def cleanrl(mean: float, std: float) -> Target:
-    return Target("CleanRL", mean, std)
-
-
-def baselines(mean: float, std: float, env_id: str | None = None) -> Target:
-    """openai/baselines's ppo2; its curve on an environment, if published."""
-    return Target("openai/baselines", mean, std, ("ppo2", env_id) if env_id else None)
-
-
-def curve(by: str, algo: str, env_id: str) -> Target:
-    return Target(by, curve=(algo, env_id))
-
-
-def classic(script: str) -> list[Row]:
-    rows = (
-        ("CartPole-v1", cleanrl(490.04, 6.12), baselines(497.54, 4.02)),
-        ("Acrobot-v1", cleanrl(-86.36, 1.32), baselines(-81.82, 5.58)),
-        ("MountainCar-v0", cleanrl(-200, 0), baselines(-200, 0)),
-    )
-    return [Row(script, env_id, 500_000, targets) for env_id, *targets in rows]
-
-
-def atari(script: str, scores: dict[str, tuple[Target, ...]], blog: str, theirs: str) -> list[Row]:
-    return [
-        Row(
-            script,
-            f"{game}NoFrameskip-v4",
-            10_000_000,
-            (
-                curve("openai/baselines", theirs, f"{game}NoFrameskip-v4"),
-                curve("the blog", blog, f"{game}NoFrameskip-v4"),
-                *targets,
-            ),
+def score(source: str, env_id: str) -> tuple[Target, ...]:
+    """Of scores.csv."""
+    with open(PUBLISHED / "scores.csv") as file:
+        rows = [row for row in csv.DictReader(file) if (row["source"], row["env_id"]) == (source, env_id)]
+    return tuple(
+        Target(
+            "openai/baselines" if row["algo"].startswith("PPO2") else "CleanRL",
+            env_id,
+            float(row["mean"]),
+            float(row["std"]),
+            int(row["n_seeds"]),
         )
-        for game, targets in scores.items()
-    ]
+        for row in rows
+    )
 
 
-MICRORTS = "--no-normalize --num-envs 8 --num-steps 128 --num-minibatches 4 --update-epochs 4".split()
-MICRORTS += "--learning-rate 2.5e-4 --clip-coef 0.1 --ent-coef 0.01".split()
+def curve(by: str, algo: str, env_id: str, is_std: bool = True) -> Target:
+    return Target(by, env_id, curve=algo, is_std=is_std)
+
+
+def classic() -> list[Row]:
+    tasks = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0")
+    rows = [Row("ppo", task, 500_000, score("f1", task) + score("f10", task), seeds=10) for task in tasks]
+    # CleanRL's ppo.py changed to one network, and stable-baselines3's PPO, which has one, run to compare with
+    runs = (259.0, 230.9, 261.4)  # seeds 1, 2, 3
+    cleanrl = Target("CleanRL, one network", "CartPole-v1", fmean(runs), pstdev(runs), len(runs))
+    sb3 = Target("stable-baselines3", "CartPole-v1", 139, runs=1, at=250_000)
+    rows.append(Row("ppo_shared", "CartPole-v1", 500_000, (cleanrl, sb3), seeds=10))
+    return rows + [Row("ppo_shared", task, 500_000, seeds=10) for task in tasks[1:]]
+
+
+def mujoco(task: str, seeds: int) -> Row:
+    scores = score("f8", f"{task}-v4") + score("f131", f"{task}-v2")
+    drawn = curve("openai/baselines", "ppo2", f"{task}-v2", is_std=False)
+    return Row("ppo_continuous", f"{task}-v4", 1_000_000, (*scores, drawn), seeds=seeds)
+
+
+def atari(script: str, game: str, stop_at: int | None, seeds: int) -> Row:
+    env_id, lstm = f"{game}NoFrameskip-v4", script == "ppo_lstm"
+    scores = [score(x, env_id) for x in (("f3", "f12") if lstm else ("f2", "f11", "f130"))]
+    curves = (
+        curve("openai/baselines", f"openai_baselines_ppo2{'_cnn_lstm' * lstm}", env_id),
+        curve("the blog", f"ppo_atari{'_lstm' * lstm}.py(blog)", env_id),
+    )
+    targets = (*sum(scores, ()), *curves)
+    return Row(script, env_id, 10_000_000, targets, seeds=seeds, stop_at=stop_at, threads=2)
+
+
+MICRORTS = "--no-normalize --num-envs 8 --num-steps 128 --num-minibatches 4 --update-epochs 4"
+MICRORTS += " --learning-rate 2.5e-4 --clip-coef 0.1 --ent-coef 0.01"
 
 # IMPALA's defaults are those of Atari: vectors want smaller batches and larger steps
-IMPALA = "--num-envs 8 --batch-unrolls 8 --learning-rate 5e-3 --vf-coef 0.05 --ent-coef 0.001".split()
-IMPALA += "--bootstrap-truncated --device cpu".split()
-ABLATION = [*IMPALA, "--batch-unrolls", "16", "--replay-fraction", "0.5"]
+IMPALA = "--num-envs 8 --batch-unrolls 8 --learning-rate 5e-3 --vf-coef 0.05 --ent-coef 0.001"
+IMPALA += " --bootstrap-truncated --device cpu"
+REPLAY = f"{IMPALA} --batch-unrolls 16 --replay-fraction 0.5"
 
 # an update every 80 steps instead of 640: what a run of 3M steps needs, not one of 200M
-SMALL_BATCHES = tuple("--num-envs 16 --num-steps 10 --batch-unrolls 8".split())
-LARGE_STEPS = (*SMALL_BATCHES, "--learning-rate", "1.5e-3")
+SMALL_BATCHES = "--num-envs 16 --num-steps 10 --batch-unrolls 8"
 
-ASYNC = "--num-envs 8 --segment-length 32 --batch-unrolls 8 --learning-rate 1e-3 --clip-coef 0.2".split()
-ASYNC += ["--device", "cpu"]
+ASYNC = "--num-envs 8 --segment-length 32 --batch-unrolls 8 --learning-rate 1e-3 --clip-coef 0.2 --device cpu"
 
-R2D2 = tuple("--num-policies 1 --beta 0".split())
-BONUSES = ("min-max", "batch-mean", "long-run-mean", "zero-mean", "unit-std")
-CART = tuple("--num-steps 2".split())
+R2D2 = "--num-policies 1 --beta 0"
 PONG = "--amp --burn-in 5 --unroll 20 --period 20 --auxiliary-steps 5 --batch-sequences 8 --target-every 100"
 
-MASKED = "--num-envs 16 --learning-rate 2e-3 --device cpu".split()
+HIDDEN = "benchmark.tasks:MaskedCartPole-v0"
+HIDDEN_PPO = "--num-envs 16 --learning-rate 2e-3 --device cpu"
 
 SUITES = {
-    "classic": classic("ppo") + classic("ppo_shared"),
+    "classic": classic(),
     "mujoco": [
-        Row(
-            "ppo_continuous",
-            f"{task}-v4",
-            1_000_000,
-            (*targets, curve("openai/baselines", "ppo2", f"{task}-v2")),
-        )
-        for task, *targets in (
-            ("HalfCheetah", cleanrl(1442.64, 46.03)),
-            ("Hopper", cleanrl(2382.86, 271.74)),
-            ("Walker2d", cleanrl(2287.95, 571.78)),
-            ("InvertedPendulum", cleanrl(963.09, 22.20)),
-            ("InvertedDoublePendulum",),
-            ("Reacher",),
-            ("Swimmer",),
-        )
+        *(mujoco(task, 10) for task in ("HalfCheetah", "Hopper", "Walker2d")),
+        *(mujoco(task, 5) for task in ("InvertedPendulum", "InvertedDoublePendulum", "Reacher", "Swimmer")),
     ],
-    "atari": atari(
-        "ppo_atari",
-        {
-            "Pong": (cleanrl(20.36, 0.20), baselines(20.51, 0.50)),
-            "Breakout": (cleanrl(414.66, 28.09), baselines(406.57, 31.55)),
-            "BeamRider": (cleanrl(1915.93, 484.58), baselines(2642.97, 670.37)),
-        },
-        "ppo_atari.py(blog)",
-        "openai_baselines_ppo2",
-    ),
-    "atari_lstm": atari(
-        "ppo_lstm",
-        {
-            "Pong": (cleanrl(19.81, 0.62), baselines(19.79, 0.67)),
-            "Breakout": (cleanrl(113.42, 5.85), baselines(138.98, 50.76)),
-            "BeamRider": (cleanrl(1299.25, 509.90), baselines(1591.68, 372.95)),
-        },
-        "ppo_atari_lstm.py(blog)",
-        "openai_baselines_ppo2_cnn_lstm",
-    ),
+    "mujoco_11_bins": [Row("ppo_multidiscrete", "HalfCheetah-v4", 1_000_000)],
+    "atari": [
+        atari("ppo_atari", "Breakout", None, 1),
+        atari("ppo_atari", "Pong", 3_000_000, 1),
+        atari("ppo_atari", "BeamRider", 2_000_000, 1),
+    ],
+    "atari_lstm": [
+        atari("ppo_lstm", "Breakout", 2_000_000, 1),
+        atari("ppo_lstm", "Pong", 2_000_000, 1),
+        atari("ppo_lstm", "BeamRider", None, 0),
+    ],
     "microrts": [
         Row(
             "ppo_multidiscrete",
@@ -139,21 +151,21 @@ SUITES = {
                 curve("the blog", "ppo_multidiscrete.py(blog)", f"{task}-v1"),
                 curve("openai/baselines", "openai_baselines_ppo2_multidiscrete", f"{task}-v1"),
             ),
-            (*MICRORTS, "--no-mask-actions"),
+            f"{MICRORTS} --{masks}",
+            label,
+            seeds,
+            stop_at=1_000_000,
         )
-        for task in ("MicrortsMining", "MicrortsAttackShapedReward", "MicrortsRandomEnemyShapedReward3")
+        for task, masks, label, seeds in (
+            ("MicrortsMining", "no-mask-actions", "", 2),
+            ("MicrortsMining", "mask-actions", "masked", 2),
+            ("MicrortsAttackShapedReward", "no-mask-actions", "", 0),
+            ("MicrortsRandomEnemyShapedReward3", "no-mask-actions", "", 0),
+        )
     ],
     "impala": [
-        Row("impala_vtrace", "CartPole-v1", 500_000, (), (*IMPALA,)),
-        Row("impala_vtrace", "CartPole-v1", 500_000, (), (*IMPALA, "--sync"), "sync"),
-        Row(
-            "impala_vtrace",
-            "benchmark.tasks:MaskedCartPole-v0",
-            300_000,
-            (),
-            (*IMPALA, "--lstm", "--vf-coef", "0.5"),  # returns of 25 at most, not of 500
-            "lstm",
-        ),
+        Row("impala_vtrace", "CartPole-v1", 500_000, flags=IMPALA),
+        Row("impala_vtrace", "CartPole-v1", 500_000, flags=f"{IMPALA} --sync", label="sync"),
         *(
             Row(
                 "impala_vtrace",
@@ -164,9 +176,16 @@ SUITES = {
                     for n in (32, 64, 128)
                 ),
                 flags,
-                variant,
+                label,
+                seeds=1,
+                stop_at=3_000_000,
+                threads=2,
             )
-            for flags, variant in (((), ""), (SMALL_BATCHES, "small_batches"), (LARGE_STEPS, "large_steps"))
+            for flags, label in (
+                ("", ""),
+                (SMALL_BATCHES, "small batches"),
+                (f"{SMALL_BATCHES} --learning-rate 1.5e-3", "small batches, large steps"),
+            )
         ),
         Row(
             "impala_vtrace",
@@ -176,63 +195,67 @@ SUITES = {
                 curve("RLlib", "rllib_impala", "BreakoutNoFrameskip-v4"),
                 curve("RLlib 2020", "rllib_impala_2020_torch", "BreakoutNoFrameskip-v4"),
             ),
+            seeds=0,
+            threads=2,
         ),
     ],
-    "ablation": [  # section 5.2.2 of IMPALA's paper on small tasks: half of each batch is replayed
-        Row("impala_vtrace", env_id, steps, (), (*ABLATION, *flags, "--correction", kind), kind)
+    "vtrace_ablation": [  # section 5.2.2 of IMPALA's paper on small tasks: half of each batch is replayed
+        Row("impala_vtrace", env_id, steps, flags=f"{REPLAY} {flags} --correction {kind}", label=kind)
         for env_id, steps, flags in (
-            ("CartPole-v1", 200_000, ()),
-            ("benchmark.tasks:CliffWalk-v0", 100_000, "--rewards raw --ent-coef 0.01 --sync".split()),
+            ("CartPole-v1", 200_000, ""),
+            ("benchmark.tasks:CliffWalk-v0", 100_000, "--rewards raw --ent-coef 0.01 --sync"),
         )
         for kind in ("vtrace", "one-step-is", "epsilon", "none")
     ],
-    "async": [
-        Row("ppo_async", "CartPole-v1", 500_000, (), (*ASYNC,)),
-        Row("ppo_async", "CartPole-v1", 500_000, (), (*ASYNC, "--sync"), "sync"),
+    "off_policy_ppo": [
+        Row("ppo_async", "CartPole-v1", 500_000, flags=ASYNC),
+        Row("ppo_async", "CartPole-v1", 500_000, flags=f"{ASYNC} --sync", label="sync"),
         Row(
             "ppo_async",
             "PongNoFrameskip-v4",
             10_000_000,
             (curve("the blog", "ppo_atari.py(blog)", "PongNoFrameskip-v4"),),
-            tuple("--num-envs 8 --segment-length 128 --batch-unrolls 8 --sample-reuse 4 --amp".split()),
+            "--num-envs 8 --segment-length 128 --batch-unrolls 8 --sample-reuse 4 --amp",
+            seeds=1,
+            stop_at=1_000_000,
+            threads=2,
         ),
     ],
     "staleness": [  # figures of Berner et al. 2019, appendix M, on a small task: in turn, so exactly so stale
-        Row("ppo_async", "CartPole-v1", 200_000, (), (*ASYNC, "--sync", *flags.split()), variant)
-        for variant, flags in (
-            *((f"delay_{k}", f"--artificial-delay {k}") for k in (0, 1, 2, 4, 8)),
-            *((f"decoupled_{k}", f"--artificial-delay {k} --decoupled") for k in (0, 1, 2, 4, 8)),
-            *((f"reuse_{r}", f"--sample-reuse {r}") for r in (0.5, 1, 2, 4, 8)),
+        Row("ppo_async", "CartPole-v1", 200_000, (), f"{ASYNC} --sync {flags}", label, panel=panel)
+        for panel, label, flags in (
+            *(("staleness", f"{k}", f"--artificial-delay {k}") for k in (0, 1, 2, 4, 8)),
+            *(("decoupled", f"{k}", f"--artificial-delay {k} --decoupled") for k in (0, 1, 2, 4, 8)),
+            *(("reuse", f"{r}", f"--sample-reuse {r}") for r in (0.5, 1, 2, 4, 8)),
         )
     ],
-    "ngu": [  # the returns are those of the policy with beta 0
-        Row("ngu_r2d2", "benchmark.tasks:MaskedCartPole-v0", 300_000, (), (*R2D2, *CART), "r2d2"),
-        Row("ngu_r2d2", "MiniGrid-Empty-8x8-v0", 200_000, (), R2D2, "r2d2"),
+    "ngu": [  # the returns are those of the policy with beta 0; the defaults were tuned on DoorKey
         *(
-            Row("ngu_r2d2", f"MiniGrid-{task}", 1_000_000, (), flags, variant)
-            for task in ("DoorKey-8x8-v0", "MultiRoom-N4-S5-v1")
-            for flags, variant in (((), ""), (R2D2, "r2d2"))
+            Row("ngu_r2d2", f"MiniGrid-{task}", steps, flags=flags, label=label)
+            for task, steps in (
+                ("DoorKey-8x8-v0", 300_000),
+                ("MultiRoom-N4-S5-v1", 300_000),
+                ("KeyCorridorS3R2-v0", 500_000),
+            )
+            for flags, label in (("", "Never Give Up"), (R2D2, "R2D2"))
         ),
-        Row("ngu_r2d2", "PongNoFrameskip-v4", 1_000_000, (), tuple(PONG.split())),
+        Row("ngu_r2d2", "PongNoFrameskip-v4", 1_000_000, flags=PONG, seeds=0, threads=2),
     ],
-    "bonus": [  # other scales of the episodic reward, and a weight on an episode's last reward
-        Row("ngu_r2d2", "MiniGrid-DoorKey-8x8-v0", 160_000, (), tuple(flags.split()), variant)
-        for variant, flags in (
-            *((bonus, f"--bonus {bonus}") for bonus in BONUSES),
-            ("last_reward_10", "--last-reward-weight 10"),
+    "ngu_bonus_scales": [  # other scales of the episodic reward, and a weight on an episode's last reward
+        Row("ngu_r2d2", "MiniGrid-DoorKey-8x8-v0", 160_000, flags=flags, label=label, seeds=0)
+        for label, flags in (
+            ("min-max", "--bonus min-max"),
+            ("batch-mean", "--bonus batch-mean"),
+            ("long-run-mean", "--bonus long-run-mean"),
+            ("zero-mean", "--bonus zero-mean"),
+            ("unit-std", "--bonus unit-std"),
+            ("last reward 10", "--last-reward-weight 10"),
         )
     ],
-    "own": [  # nothing is published of these
-        Row("ppo_lstm", "benchmark.tasks:MaskedCartPole-v0", 150_000, (), MASKED),
-        Row("ppo", "benchmark.tasks:MaskedCartPole-v0", 150_000, (), MASKED),
-        Row("ppo_multidiscrete", "HalfCheetah-v4", 1_000_000, ()),
-        Row(
-            "ppo_multidiscrete",
-            "benchmark.microrts:MicrortsMining-v1",
-            2_000_000,
-            (),
-            (*MICRORTS, "--mask-actions"),
-            "masked",
-        ),
+    "memory": [  # CartPole without its velocities, whose best return is 25
+        Row("ppo", HIDDEN, 150_000, flags=HIDDEN_PPO, label="no memory"),
+        Row("ppo_lstm", HIDDEN, 150_000, flags=HIDDEN_PPO),
+        Row("impala_vtrace", HIDDEN, 300_000, flags=f"{IMPALA} --lstm --vf-coef 0.5", label="LSTM"),
+        Row("ngu_r2d2", HIDDEN, 300_000, flags=f"{R2D2} --num-steps 2", label="R2D2"),
     ],
 }

@@ -6,7 +6,7 @@
 
 Stop it when you like: the same command goes on. On a cluster, every node has this repository and its packages
 at the same path. A suite's CSVs come back to the machine that asked for them, while run folders stay on the
-nodes: for a stopped run to go on from its checkpoint, --work must be a folder that all nodes share, and
+nodes: for a stopped run to go on from its checkpoint, --results must be a folder that all nodes share, and
 population-based training needs one.
 
 Population-based training is that of IMPALA's appendix, https://arxiv.org/abs/1802.01561. In each round every
@@ -14,11 +14,11 @@ member trains for --round-steps; then evolve() says from whose checkpoint, and w
 A round resumes with a total that grows by that much, not with the whole total and a signal at some point: so
 all members compare at the same step, and the same seed gives the same population of PPO, however often it was
 stopped (a stopped round begins anew). Annealing is off, for it would end at each such total: the schedule is
-what evolution finds. TASK__SCRIPT__pbt__SEED.csv has a row a round and member, fitness and step at its end.
+what evolution finds. RESULTS/pbt/TASK__SCRIPT__pbt__SEED.csv has a row a round and member, with fitness and
+step at its end.
 """
 
 import csv
-import fcntl
 import importlib
 import os
 import shutil
@@ -27,9 +27,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -38,11 +37,13 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmark import run  # noqa: E402
-from benchmark.suites import SUITES, Row  # noqa: E402
+from benchmark.cli import fail  # noqa: E402
+from benchmark.suites import Row  # noqa: E402
 
 
 @dataclass
 class Suite(run.Args):
+    threads: int = 1  # of each run
     gpus: float = 0  # of each run, such as 0.25
     ray_address: str = "local"  # of a cluster, such as auto; local is this machine alone
 
@@ -61,17 +62,15 @@ class Population:
     threads: int = 1  # of each member
     gpus: float = 0  # of each member, such as 0.25
     ray_address: str = "local"  # of a cluster, such as auto; local is this machine alone
-    work: Path = ROOT / "benchmark/unfinished"  # for run folders
-    results: Path = ROOT / "benchmark/results"  # for the CSV
+    results: Path = ROOT / "benchmark/results"  # where the folder pbt is, with the CSV and the run folders
 
     @property
     def name(self) -> str:
-        return f"{Row(self.script, self.env_id, 0, ()).name}__pbt__{self.seed}"
+        return f"{Row(self.script, self.env_id, 0).name()}__pbt__{self.seed}"
 
-
-def fail(message: object) -> NoReturn:
-    print(f"tune.py: error: {message}", file=sys.stderr)
-    sys.exit(2)
+    @property
+    def folder(self) -> Path:
+        return self.results / "pbt/unfinished" / self.name
 
 
 # === Ray =====================================================================================
@@ -147,33 +146,20 @@ def trained(ray, args: Suite | Population, trials: list[run.Run]) -> Iterator:
 
 
 class Trial(run.Run):
-    """A run of a suite whose CSVs are left in its folder, for whoever asked for it."""
+    """A run of a suite whose results go to whoever asked for them."""
 
-    def __init__(self, args: Suite, row: Row, seed: int):
-        super().__init__(args, row, seed)
-        self.args, self.csv = replace(args, results=self.folder), self.folder / self.csv.name
-
-    def result(self) -> tuple[str, str]:
-        return (self.folder / "runs.csv").read_text(), self.csv.read_text()
+    def result(self) -> tuple[dict, str]:
+        return run.read_table(self.table)[self.name], self.csv.read_text()
 
 
 def run_suite(args: Suite):
-    if args.suite not in SUITES:
-        fail(f"no suite {args.suite}; there are pbt, {', '.join(SUITES)}")
-    rows = [row for row in SUITES[args.suite] if not args.scripts or row.script in args.scripts]
-    rows = [row for row in rows if not args.env_ids or row.env_id in args.env_ids]
-    trials = [Trial(args, row, seed) for seed in args.seed_list() for row in rows]
-    missing = [trial for trial in trials if not (args.results / trial.csv.name).exists()]
+    trials = [Trial(args, row, seed) for row, seed in run.planned(args)]
+    missing = [trial for trial in trials if not trial.is_done()]
     print(f"{len(trials) - len(missing)} of {len(trials)} runs are done")
-    for trial, (table, episodes) in trained(connect(args), args, missing) if missing else ():
-        args.results.mkdir(parents=True, exist_ok=True)
-        head, *_, row = table.splitlines(keepends=True)
-        with open(args.results / "runs.lock", "w") as lock, open(args.results / "runs.csv", "a") as file:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            file.write(row if os.fstat(file.fileno()).st_size else head + row)
-        path = (args.results / trial.csv.name).with_suffix(".tmp")
-        path.write_text(episodes)
-        path.replace(path.with_suffix(".csv"))
+    for trial, (row, episodes) in trained(connect(args), args, missing) if missing else ():
+        run.write_row(trial.table, row)
+        trial.csv.with_suffix(".tmp").write_text(episodes)
+        trial.csv.with_suffix(".tmp").replace(trial.csv)
         print(trial.name, flush=True)
 
 
@@ -210,36 +196,38 @@ class Round(run.Run):
     """A member's training between two comparisons. It ends with a snapshot; the last two are kept."""
 
     def __init__(self, args: Population, number: int, member: int, parent: int, values: dict[str, float]):
-        given = [x for name, value in values.items() for x in (f"--{name.replace('_', '-')}", str(value))]
-        steps, flags = (number + 1) * args.round_steps, (*args.flags.split(), *given)
-        row = Row(args.script, args.env_id, steps, (), flags)
+        given = [f"--{name.replace('_', '-')} {value}" for name, value in values.items()]
+        steps, flags = (number + 1) * args.round_steps, " ".join([args.flags, *given])
+        row = Row(args.script, args.env_id, steps, flags=flags)
         super().__init__(run.Args("pbt", threads=args.threads), row, 100 * args.seed + member)
         self.number, self.member, self.name = number, member, f"member_{member}"
-        self.folder = args.work / args.name / self.name
-        self.log, self.csv = self.folder / "log.txt", self.snapshot(number)  # which says that it is done
+        self.folder = args.folder / self.name
+        self.log = self.folder / "log.txt"
         self.parent = self.folder.with_name(f"member_{parent}") / f"round_{number - 1}.pt" if number else None
 
     def snapshot(self, number: int) -> Path:
         return self.folder / f"round_{number}.pt"
 
-    def progress(self) -> int:
-        return 0  # a round that was stopped is never near enough to its end
+    def is_done(self) -> bool:
+        return self.snapshot(self.number).exists()
 
     def train(self, lock, stopping: threading.Event):
+        self.folder.mkdir(exist_ok=True)
         if self.parent:
             state = torch.load(self.parent, weights_only=True)
             state["args"]["seed"] = self.seed  # its own, or it would draw what its parent draws
             torch.save(state, self.run_dir() / "checkpoint.pt")
-        super().train(lock, stopping)
-
-    def finish(self, seconds: float):
-        shutil.copy(self.run_dir() / "checkpoint.pt", self.folder / "round.tmp")
-        (self.folder / "round.tmp").replace(self.csv)
-        self.snapshot(self.number - 2).unlink(missing_ok=True)
+        returncode = self.execute(lock, stopping)
+        if returncode == 0:
+            shutil.copy(self.run_dir() / "checkpoint.pt", self.folder / "round.tmp")
+            (self.folder / "round.tmp").replace(self.snapshot(self.number))
+            self.snapshot(self.number - 2).unlink(missing_ok=True)
+        elif not stopping.is_set():
+            raise RuntimeError(f"{self.folder} ended with {returncode}:\n{self.log.read_text()[-2000:]}")
 
     def result(self) -> tuple[float, int]:
         """Fitness, the mean over the tasks of a script with several, and iterations so far."""
-        state = torch.load(self.csv, weights_only=True)
+        state = torch.load(self.snapshot(self.number), weights_only=True)
         returns = state["last_returns"]
         tasks = returns.values() if isinstance(returns, dict) else [returns]
         return float(np.mean([np.mean(task or np.nan) for task in tasks])), state["iteration"]
@@ -263,12 +251,12 @@ def run_population(args: Population):
     for name, least in (("population", 2), ("rounds", 1), ("round_steps", defaults.batch_size)):
         if getattr(args, name) < least:
             fail(f"{name} must be at least {least}")
-    table = args.results / f"{args.name}.csv"
+    table = args.results / "pbt" / f"{args.name}.csv"
     rows = list(csv.DictReader(table.open())) if table.exists() else []
     if rows and int(rows[-1]["member"]) + 1 != N:
         fail(f"{table} has {int(rows[-1]['member']) + 1} members")
     if not rows:
-        shutil.rmtree(args.work / args.name, ignore_errors=True)  # of a first round that did not end
+        shutil.rmtree(args.folder, ignore_errors=True)  # of a first round that did not end
     ray = connect(args) if len(rows) < args.rounds * N else None
     rng = np.random.default_rng(args.seed)
     first = {name: getattr(defaults, name) for name in EVOLVED if hasattr(defaults, name)}
@@ -297,7 +285,7 @@ def run_population(args: Population):
 def main():
     is_pbt = sys.argv[1:2] == ["pbt"]
     args = tyro.cli(Population, args=sys.argv[2:]) if is_pbt else tyro.cli(Suite)
-    args.work, args.results = args.work.resolve(), args.results.resolve()  # a task runs in another folder
+    args.results = args.results.resolve()  # a task runs in another folder
     run_population(args) if is_pbt else run_suite(args)
 
 

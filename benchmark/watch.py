@@ -25,16 +25,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
 
 import numpy as np
 import torch
 import tyro
-from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmark import figures  # noqa: E402
+from benchmark.cli import fail  # noqa: E402
+
 COLUMNS = dict(step=int, mean=float, std=float, episodes=int, seconds=float)  # of eval.csv
 
 
@@ -45,12 +47,6 @@ class Args:
     poll: float = 5.0  # seconds between looks for a new checkpoint
     once: bool = False  # evaluate the newest checkpoint and end
     script: Path | None = None  # the run's script, where it is neither in this folder nor in the repository
-
-
-def fail(message: object) -> NoReturn:
-    """A mistake of the user, not a bug: one line on stderr and exit code 2."""
-    print(f"watch.py: error: {' '.join(str(message).split())}", file=sys.stderr)
-    sys.exit(2)
 
 
 class Watcher:
@@ -149,8 +145,9 @@ class Watcher:
         self.write("learning_curve.png", self.picture())
 
     def picture(self) -> bytes:
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        ax, tag = figure.subplots(), "charts/episodic_return"
+        figure, (ax,) = figures.panels(1, height=4.5)
+        figure.set_figwidth(8)
+        tag = "charts/episodic_return"
         self.training.Reload()  # only what is new
         if tag in self.training.Tags()["scalars"]:
             steps, returns = np.array([(e.step, e.value) for e in self.training.Scalars(tag)]).T
@@ -162,11 +159,9 @@ class Watcher:
         ax.errorbar(steps, means, stds, **bars, label="evaluation, mean ± std")
         label = f"best.pt, {self.best['mean']:.4g}"
         ax.plot(self.best["step"], self.best["mean"], "*", color="black", markersize=12, label=label)
-        ax.set(title=self.args.run.name, xlabel="environment step", ylabel="episodic return")
-        ax.legend()
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=100)
-        return buffer.getvalue()
+        figures.finish(ax, self.args.run.name)
+        figures.legend(figure)
+        return figures.png(figure)
 
 
 def main():

@@ -1,6 +1,8 @@
 """The benchmark's tools, on short runs: nothing is lost or run twice, and a worse run is called short."""
 
 import csv
+import json
+import os
 import re
 import shutil
 import signal
@@ -8,17 +10,21 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import OTHERS, SCRIPTS, scalars
+import tyro
+from conftest import OTHERS, SCRIPTS, scalars, wait_for
 
-import benchmark.tasks  # noqa: F401  registers the maze
+import benchmark.studies.maze  # noqa: F401  registers it
 import ngu_r2d2
-from benchmark import compare, disco
+from benchmark import compare, figures
+from benchmark.run import Args, Run, end_last_part
+from benchmark.studies import exploration
 from benchmark.suites import SUITES, Row, Target
 
 ROOT = Path(__file__).parent.parent
@@ -26,32 +32,105 @@ RESULTS = ROOT / "benchmark/results"
 
 
 def command(*flags):
-    tiny = ["--scripts", "ppo", "--env-ids", "CartPole-v1", "--work", "work", "--results", "results"]
+    tiny = ["--scripts", "ppo", "--env-ids", "CartPole-v1", "--results", "results"]
     return [sys.executable, ROOT / "benchmark/run.py", "classic", *tiny, *map(str, flags)]
 
 
-def rows(path="results/runs.csv"):
+def run_it(*flags, code=0):
+    done = subprocess.run(command(*flags), capture_output=True, text=True, timeout=600)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def rows(path="results/classic/runs.csv"):
     with open(path) as file:
         return list(csv.DictReader(file))
 
 
+def csv_of(*flags, seed=1):
+    return Path("results/classic", "__".join(["CartPole-v1__ppo", *flags, f"{seed}.csv"]))
+
+
+SHORT = "total-timesteps=4096"
+
+
 def test_run_writes_a_csv_a_run_and_repeats_none():
     flags = ["--seeds", "1,2", "--total-timesteps", 4096]
-    subprocess.run(command(*flags), check=True, capture_output=True, timeout=600)
-    assert [row["run"] for row in sorted(rows(), key=lambda row: row["run"])] == [
-        "CartPole-v1__ppo__1",
-        "CartPole-v1__ppo__2",
-    ]
-    episodes = rows("results/CartPole-v1__ppo__1.csv")
-    (run_dir,) = Path("work/CartPole-v1__ppo__1/runs").iterdir()
+    run_it(*flags, "--workers", 2)
+    assert [row["run"] for row in rows()] == [f"CartPole-v1__ppo__{SHORT}__{seed}" for seed in (1, 2)]
+    subprocess.run([sys.executable, ROOT / "ppo.py", "--total-timesteps", "4096"], check=True)
+    (run_dir,) = Path("runs").iterdir()
     logged = scalars(run_dir, "charts/episodic_return")
+    episodes = rows(csv_of(SHORT))
     assert [(int(e["step"]), float(e["return"])) for e in episodes] == logged and len(logged) > 20
     assert all(float(e["return"]) == float(e["length"]) for e in episodes)
     seconds = [float(e["seconds"]) for e in episodes]
     assert seconds == sorted(seconds)
-    before = Path("results/CartPole-v1__ppo__1.csv").stat().st_mtime_ns
-    subprocess.run(command(*flags), check=True, capture_output=True, timeout=600)
-    assert len(rows()) == 2 and Path("results/CartPole-v1__ppo__1.csv").stat().st_mtime_ns == before
+    before = csv_of(SHORT).stat().st_mtime_ns
+    run_it(*flags)
+    assert len(rows()) == 2 and csv_of(SHORT).stat().st_mtime_ns == before
+    assert not list(Path("results/classic/unfinished").glob("CartPole*"))  # finished runs have left
+
+
+def test_a_row_names_build_machine_and_command():
+    run_it("--seeds", 1, "--total-timesteps", 4096, "--flags=--learning-rate 0", "--threads", 2)
+    (row,) = rows()
+    git = lambda *words: subprocess.check_output(["git", *words], cwd=ROOT, text=True).rstrip()  # noqa: E731
+    assert row["run"] == f"CartPole-v1__ppo__learning-rate=0__{SHORT}__1"
+    assert row["commit"] == git("rev-parse", "--short=10", "HEAD")
+    status = git("status", "--porcelain", "--", ".", ":(exclude)benchmark/results").splitlines()
+    assert row["changed"] == (" ".join(line[3:] for line in status) or "nothing")
+    assert row["fingerprint"] == f"ppo.py {git('hash-object', 'ppo.py')[:12]}"
+    assert row["threads"] == "2" and row["parts"] == "1" and 0 < int(row["seconds"]) < 600
+    assert (
+        f"torch {torch.__version__}, numpy {np.__version__}, gymnasium {gym.__version__}" in row["versions"]
+    )
+    assert row["machine"].startswith(f"{os.cpu_count()} x ") and len(row["machine"]) > 10
+    assert abs(datetime.fromisoformat(row["started"]).timestamp() - time.time()) < 600
+    assert row["command"].startswith("python ppo.py --env-id CartPole-v1 --seed 1 --learning-rate 0 --total")
+    shutil.copy(ROOT / "ppo.py", ".")  # the command makes the CSV again
+    subprocess.run([sys.executable, *row["command"].split()[1:]], check=True)
+    (run_dir,) = Path("runs").iterdir()
+    episodes = rows(csv_of("learning-rate=0", SHORT))
+    assert [(int(e["step"]), float(e["return"])) for e in episodes] == scalars(
+        run_dir, "charts/episodic_return"
+    )
+
+
+def test_other_flags_are_another_run():
+    """A learning rate of 0, and a longer schedule, in the same results folder: neither is the first run."""
+    run_it("--seeds", 1, "--total-timesteps", 4096)
+    run_it("--seeds", 1, "--total-timesteps", 4096, "--flags=--learning-rate 0")
+    run_it("--seeds", 1, "--total-timesteps", 8192)
+    first, flat = rows(csv_of(SHORT)), rows(csv_of("learning-rate=0", SHORT))
+    longer = rows(csv_of("total-timesteps=8192"))
+    assert [e["return"] for e in first] != [e["return"] for e in flat]
+    assert int(longer[-1]["step"]) > 4096 and [row["parts"] for row in rows()] == ["1"] * 3
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_run_of_another_build_is_not_taken_over(is_finished):
+    """Neither as a result nor to go on from: one line, until --anew makes it again."""
+    flags = ["--seeds", 1, "--total-timesteps", 4096]
+    if is_finished:
+        run_it(*flags)
+        path = Path("results/classic/runs.csv")
+    else:
+        path = Path(f"results/classic/unfinished/CartPole-v1__ppo__{SHORT}__1/run.json")
+        path.parent.mkdir(parents=True)
+        run = Run(Args("classic", total_timesteps=4096), SUITES["classic"][0], 1)
+        path.write_text(json.dumps(run.identity | dict(parts=[])))
+    path.write_text(re.sub(r"ppo.py \w{12}", "ppo.py 0123456789ab", path.read_text()))
+    error = run_it(*flags, code=2).stderr
+    assert re.fullmatch(
+        r"run.py: error: \S+ has another fingerprint: ppo.py 0123456789ab, not .*; --anew .*\n", error
+    )
+    run_it(*flags, "--anew")
+    (row,) = rows()
+    assert "0123456789ab" not in row["fingerprint"]
+    before = csv_of(SHORT).stat().st_mtime_ns
+    run_it(*flags, "--anew")
+    assert csv_of(SHORT).stat().st_mtime_ns == before  # it is of this build now
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
@@ -59,60 +138,175 @@ def test_a_stopped_runner_goes_on_where_it_was(signum):
     """SIGTERM stops the runs, which are resumed; kill -9 leaves them to end alone: they are waited for."""
     flags = ["--seeds", "1", "--total-timesteps", 100_000]
     runner = subprocess.Popen(command(*flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    log, deadline = Path("work/CartPole-v1__ppo__1/log.txt"), time.time() + 300
-    while not (log.exists() and "step/s" in log.read_text()) and time.time() < deadline:
-        time.sleep(0.1)
+    folder = Path("results/classic/unfinished/CartPole-v1__ppo__total-timesteps=100000__1")
+    wait_for(lambda: list(folder.glob("runs/*/events*")) and "step/s" in (folder / "log.txt").read_text())
     time.sleep(1)
     runner.send_signal(signum)
     runner.communicate(timeout=600)
     assert runner.returncode == (130 if signum == signal.SIGTERM else -signum)
-    (run_dir,) = Path("work/CartPole-v1__ppo__1/runs").iterdir()
+    (run_dir,) = (folder / "runs").iterdir()
     if signum == signal.SIGTERM:
         assert 0 < torch.load(run_dir / "checkpoint.pt")["iteration"] < 195
-    assert not Path("results").exists()
-    subprocess.run(command(*flags), check=True, capture_output=True, timeout=600)
-    assert list(Path("work/CartPole-v1__ppo__1/runs").iterdir()) == [run_dir] and len(rows()) == 1
-    assert torch.load(run_dir / "checkpoint.pt")["iteration"] == 195
-    assert [step for step, _ in scalars(run_dir, "charts/SPS")] == list(range(512, 512 * 195 + 1, 512))
+    assert not Path("results/classic/runs.csv").exists()
+    again = subprocess.Popen(command(*flags), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    kept = Path("kept")  # the folder leaves with the end of the run: its events are held by links
+    kept.mkdir()
+    while again.poll() is None:
+        for path in run_dir.glob("events*"):
+            if not (kept / path.name).exists():
+                (kept / path.name).hardlink_to(path)
+        assert len(list((folder / "runs").glob("*"))) <= 1
+        time.sleep(0.05)
+    assert again.returncode == 0 and not folder.exists()
+    assert [step for step, _ in scalars(kept, "charts/SPS")] == list(range(512, 512 * 195 + 1, 512))
+    (row,) = rows()
+    assert row["parts"] == "2" and 1 <= int(row["seconds"]) < 300
+    episodes = rows(csv_of("total-timesteps=100000"))
+    assert [int(e["step"]) for e in episodes] == [step for step, _ in scalars(kept, "charts/episodic_return")]
 
 
-def test_stop_at_ends_a_run_early_on_its_full_schedule():
-    flags = ["--seeds", "1", "--total-timesteps", 50_000_000, "--stop-at", 20_000]
-    subprocess.run(command(*flags), check=True, capture_output=True, timeout=600)
-    episodes = rows("results/CartPole-v1__ppo__1.csv")
+def test_seconds_are_the_sum_of_the_parts():
+    log = Path("log.txt")
+    log.write_text("")
+    os.utime(log, (1_000_000_060, 1_000_000_060))
+    start = datetime.fromtimestamp(1_000_000_000, timezone.utc).isoformat()
+    parts = [dict(started=start, seconds=30), dict(started=start, seconds=None)]
+    end_last_part(parts, log)  # its runner was killed: it lasted until the last line of the log
+    assert [part["seconds"] for part in parts] == [30, 60]
+
+
+def test_stop_at_ends_a_run_early_on_its_full_schedule_and_a_higher_one_continues_it():
+    flags = ["--seeds", "1", "--total-timesteps", 50_000_000, "--stop-at"]
+    run_it(*flags, 20_000)
+    path = csv_of("total-timesteps=50000000")
+    episodes = rows(path)
     assert 20_000 <= int(episodes[-1]["step"]) + 500
-    (run_dir,) = Path("work/CartPole-v1__ppo__1/runs").iterdir()
+    (run_dir,) = Path("results/classic/unfinished", path.stem, "runs").iterdir()
     assert scalars(run_dir, "charts/learning_rate")[-1][1] > 2.4e-4  # of 50 million steps
-    for path in Path("results").iterdir():
-        path.unlink()
-    flags[-1] = 10_000  # as if it had been stopped by hand
-    subprocess.run(command(*flags), check=True, capture_output=True, timeout=600)
-    assert rows("results/CartPole-v1__ppo__1.csv") == episodes and len(rows()) == 1
+    assert [(row["steps"], row["schedule"], row["parts"]) for row in rows()] == [("20000", "50000000", "1")]
+    longer = int(episodes[-1]["step"]) + 100_000
+    run_it(*flags, longer)
+    assert rows(path)[: len(episodes)] == episodes and int(rows(path)[-1]["step"]) + 500 >= longer
+    assert [(row["steps"], row["parts"]) for row in rows()] == [(str(longer), "2")]
+    before = path.read_bytes()
+    for used in (path, path.with_name("runs.csv")):
+        used.unlink()
+    run_it(*flags, 10_000)  # as if it had been stopped by hand
+    assert path.read_bytes() == before and [row["steps"] for row in rows()] == ["10000"]
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--seeds", "1-3"], "--seeds 1-3: write 1..3 or 1,5"),
+        (["--seeds", "3..1"], "--seeds 3..1: write 1..3 or 1,5"),
+        (
+            ["--env-ids", "CartPole-v2"],
+            "--env-ids: classic has no CartPole-v2; it has CartPole-v1, Acrobot-v1, ",
+        ),
+        (["--scripts", "ppo.py"], "--scripts: classic has no ppo.py; it has ppo, ppo_shared"),
+        (["--workers", "0"], "workers cannot be 0"),
+        (["--stop-at", "0"], "stop_at cannot be 0"),
+        (["--flags", "learning-rate 0"], "--flags 'learning-rate 0': write them as for a script"),
+        (["--flags=" + " ".join(f"--flag-{k} {k}" for k in range(30))], "CartPole-v1__ppo__flag-0=0"),
+    ],
+)
+def test_mistakes_of_run(flags, message):
+    done = subprocess.run(command(*flags), capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(f"run.py: error: {message}")
+    assert done.stderr.count("\n") == 1 and not Path("results").exists()
+
+
+def test_a_wrong_flag_of_a_script_ends_the_runner():
+    done = run_it("--seeds", "1..9", "--flags=--learning-rate nonsense", code=2)
+    assert "CartPole-v1__ppo__learning-rate=nonsense__1 ended with 2" in done.stderr
+    assert not list(Path("results/classic/unfinished").glob("*__9"))
+
+
+def test_help_lists_the_suites():
+    done = subprocess.run([*command()[:2], "--help"], capture_output=True, text=True)
+    words = done.stdout.replace(",", " ").split()
+    assert done.returncode == 0 and SUITES.keys() <= set(words)
+
+
+def test_rows_have_flags_of_their_scripts_and_names_of_their_own():
+    for suite, content in SUITES.items():
+        names = [row.name() for row in content]
+        assert len(set(names)) == len(names), suite
+        for row in content:
+            flags = [x for name, value in row.options().items() for x in (f"--{name}", *value.split())]
+            tyro.cli((SCRIPTS | OTHERS)[row.script].Args, args=["--env-id", row.env_id, *flags])
+            assert all(f"__{name}" in row.name() for name in row.options())
+            assert len(f"{row.name()}__total-timesteps=10000000__10") <= 240
 
 
 def result(values, steps=500_000, row=None, published=(490.0, 6.0)):
     """Runs whose last 100 episodes have these means."""
-    row = row or Row("ppo", "CartPole-v1", 500_000, (Target("theirs", *published),))
+    target = Target("theirs", "CartPole-v1", *published, runs=3 if published[1] is not None else 1)
+    row = row or Row("ppo", "CartPole-v1", 500_000, (target,))
     ends = np.linspace(1000, steps, 200)
     return compare.Result(
         row, {seed: np.column_stack((ends, np.full(200, value))) for seed, value in enumerate(values)}
     )
 
 
-def test_verdicts():
-    target = Target("theirs", 490.0, 6.0)
-    for values, expected in (
-        ((488, 491, 495), "reproduced"),
-        ((500, 499, 500), "better"),
-        ((300, 420, 470), "short"),
-        ((300, 490, 495), "reproduced"),  # one seed failed: its interval reaches theirs
-        ((489,), "reproduced"),
-        ((450,), "short"),
-    ):
-        assert compare.verdict(result(values), target) == expected, values
-    assert (
-        compare.verdict(result((489,), steps=300_000), target) == "not comparable"
-    )  # cut short, and no curve
+def verdict(ours):
+    """Of its line in the table: the difference and the word."""
+    return compare.line_of(ours.row, ours, {})[-3:-1]
+
+
+TEN = 490 + np.linspace(-8, 8, 10)
+
+
+@pytest.mark.parametrize(
+    "values, said",
+    [
+        (TEN, "equal within 3"),
+        (1.2 * TEN, "higher"),
+        (0.8 * TEN, "lower"),
+        (TEN - 15, "inconclusive"),
+        (TEN[:4], "4 seeds: no word"),
+        (TEN[:1], "1 seed: no word"),
+    ],
+)
+def test_verdicts(values, said):
+    cell, word = verdict(result(values))
+    assert word.startswith(said) and bool(cell) == (len(values) > 1), (cell, word)
+
+
+def test_rows_without_a_word():
+    assert verdict(result(TEN, steps=300_000)) == ["", "cut at 0.3M"]
+    assert verdict(result(TEN, published=(490.0, None))) == ["", "published without a spread"]
+    assert verdict(result(TEN, row=Row("ppo", "CartPole-v1", 500_000))) == ["", "nothing published"]
+    row = Row("ppo", "MountainCar-v0", 500_000, (Target("they", "MountainCar-v0", -200.0, 0.0, 3),))
+    assert verdict(result([-200.0] * 5, row=row))[1] == "random actions would pass: no word"
+    assert compare.line_of(row, None, {})[-2] == "not run"
+
+
+def test_the_highest_published_mean_judges():
+    targets = [Target("low", "CartPole-v1", 300.0, 6.0, 3), Target("high", "CartPole-v1", 490.0, 6.0, 3)]
+    targets.append(Target("single", "CartPole-v1", 500.0, runs=1))
+    row = Row("ppo", "CartPole-v1", 500_000, tuple(targets))
+    assert verdict(result(0.8 * TEN, row=row))[1] == "lower"
+    cell = compare.line_of(row, result(TEN, row=row), {})[6]
+    assert cell == "300.0 ± 6.00 (low, 3 runs); 490.0 ± 6.00 (high, 3 runs); 500.0 (single, 1 run)"
+
+
+def test_every_source_has_its_environment_and_the_kind_of_its_band():
+    (row,) = [row for row in SUITES["mujoco"] if row.task == "HalfCheetah-v4"]
+    cells = compare.line_of(row, None, {})[6].split("; ")
+    assert cells[0] == "1443 ± 46.0 (CleanRL, 3 runs)"
+    assert cells[2] == "2262 ± 1197 (CleanRL, -v2, 3 runs)"
+    assert cells[3] == "1670 ± 224.9? (openai/baselines, -v2, 6 runs)"
+
+
+def test_shared_networks_have_targets_of_shared_networks():
+    (row,) = [row for row in SUITES["classic"] if (row.script, row.task) == ("ppo_shared", "CartPole-v1")]
+    line = compare.line_of(row, result([200.0] * 10, row=row), {})
+    theirs = (
+        "250.4 ± 13.8 (CleanRL, one network, 3 runs); 139.0 (stable-baselines3, 1 run) at 0.25M, ours 200.0"
+    )
+    assert line[6] == theirs and line[-2] == "lower"
 
 
 def test_when_a_seed_first_was_so_good():
@@ -122,102 +316,162 @@ def test_when_a_seed_first_was_so_good():
     assert steps[0] == 590 and np.isnan(steps[1:]).all()  # 10 ones among the 20 up to episode 59
 
 
-def test_a_run_that_was_cut_is_compared_with_the_beginning_of_the_curve():
-    row = next(row for row in SUITES["atari"] if "Pong" in row.env_id)
-    curve = compare.published()[row.targets[0].curve]
-    step, mean, band = curve[20]
+def test_a_run_that_was_cut_stands_beside_the_beginning_of_the_curve():
+    (row,) = [row for row in SUITES["atari"] if "Pong" in row.env_id]
+    step, mean, band, _ = compare.curves()["ppo_atari.py(blog)", row.env_id][20]
     assert step < 0.3 * row.steps
-    for value, expected in (
-        (mean, "reproduced"),
-        (mean - 2 * band - 1, "short"),
-        (mean + 2 * band + 1, "better"),
-    ):
-        assert compare.verdict(result((value,), steps=step, row=row), row.targets[0]) == expected
-    (line,) = compare.table([(row, result((mean,), steps=step, row=row))])[1:]
-    assert "cut at 2" in line[-2]
+    line = compare.line_of(row, result((mean,), steps=step, row=row), {})
+    assert line[6].endswith(f"; {compare.number(mean)} ± {compare.number(band)} (the blog, 3 runs)")
+    assert "CleanRL" not in line[6] and re.fullmatch(r"cut at 2(\.\d)?M", line[-2])
+    assert line[2].endswith(" of 10M")
 
 
-def test_interquartile_mean_and_interval():
-    values = np.array([1.0, 2, 3, 4, 5, 6, 7, 100])
-    assert compare.iqm(values) == 4.5
-    low, high = compare.interval(values, compare.iqm)
-    assert 1 < low < 4.5 < high < 100
-    assert compare.interval(np.array([3.0]), np.mean) == (3, 3)
+def test_each_seed_is_shown():
+    line = compare.line_of(Row("ppo", "CartPole-v1", 500_000), result((1.0, 2.0, 30.0, 4.0, 5.0)), {})
+    assert line[3:6] == ["0 to 4: 1.00, 2.00, 30.0, 4.00, 5.00", "8.40 ± 12.2", "3.67"]
 
 
-def test_the_planted_regression_is_called_short():
-    """CartPole at a tenth of the learning rate, whose results are committed beside the good ones."""
-    script = [sys.executable, ROOT / "benchmark/compare.py", "classic", "--results"]
-    for path in RESULTS.glob("*.csv"):
-        Path(path.name).write_bytes(path.read_bytes())
-    done = subprocess.run([*script, ".", "--flags=--learning-rate 2.5e-5"], capture_output=True, text=True)
-    assert done.returncode == 1 and re.search(r"\| ppo \| CartPole-v1 .* short", done.stdout), done.stdout
-    good = subprocess.run([*script, "."], capture_output=True, text=True)
-    assert re.search(r"\| ppo \| CartPole-v1 .* (reproduced|better)", good.stdout), good.stdout
-    page = Path("index.html").read_text()
-    assert "data:image/png;base64" in page and "http" not in page
+def test_a_row_names_its_build():
+    head, *lines = compare.table(
+        [(row, compare.load("staleness", row, compare.Args())) for row in SUITES["staleness"]]
+    )
+    assert {line[-1] for line in lines} <= {row["commit"] for row in rows(RESULTS / "staleness/runs.csv")}
+    Path("classic").mkdir()
+    for seed, build in ((1, "a"), (2, "b")):
+        Path(f"classic/CartPole-v1__ppo__{seed}.csv").write_text("step,seconds,return,length\n500000,1,2,3\n")
+        with open("classic/runs.csv", "a") as file:
+            file.write(
+                "run,commit,fingerprint\n" * (seed == 1)
+                + f"CartPole-v1__ppo__{seed},{build},ppo.py {build}\n"
+            )
+    row = SUITES["classic"][0]
+    assert (
+        compare.line_of(row, compare.load("classic", row, compare.Args(results=Path("."))), {})[-1]
+        == "a and b"
+    )
+
+
+def test_a_worse_run_is_called_lower():
+    """The exit code says it; nothing that git tracks is written."""
+    Path("mine/classic").mkdir(parents=True)
+    for seed in range(1, 6):
+        text = "step,seconds,return,length\n" + "".join(
+            f"{k * 5000},1,{250 + seed},3\n" for k in range(1, 101)
+        )
+        Path(f"mine/classic/CartPole-v1__ppo__{seed}.csv").write_text(text)
+    tool = [sys.executable, ROOT / "benchmark/compare.py", "classic", "--results", "mine"]
+    before = {path: path.stat().st_mtime_ns for path in RESULTS.rglob("*")}
+    before[ROOT / "benchmark/RESULTS.md"] = (ROOT / "benchmark/RESULTS.md").stat().st_mtime_ns
+    done = subprocess.run(tool, capture_output=True, text=True)
+    assert done.returncode == 1 and re.search(r"\| ppo \| CartPole-v1 .* lower ", done.stdout), done.stdout
+    assert len(list(Path("mine").rglob("*"))) == 6
+    done = subprocess.run([*tool, "--write"], capture_output=True, text=True)
+    assert done.returncode == 1
+    page = Path("mine/index.html").read_text()
+    assert "data:image/png;base64" in page and "http" not in page and ">not run<" in page
+    assert Path("mine/classic/curves.png").exists() and Path("mine/classic/curves.svg").exists()
+    assert all(path.stat().st_mtime_ns == time_ns for path, time_ns in before.items())
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["clasic"], "no suite clasic; there are classic, mujoco, "),
+        (["--results", "nowhere"], "--results nowhere: there is no such folder"),
+    ],
+)
+def test_mistakes_of_compare(flags, message):
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmark/compare.py", *flags], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.startswith(f"compare.py: error: {message}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_figure_has_a_panel_a_task_and_a_color_a_source():
+    """A script and its variants share a panel; one seed is said; PNG and SVG repeat to the byte."""
+    tasks = {"MiniGrid-DoorKey-8x8-v0": 5, "MiniGrid-MultiRoom-N4-S5-v1": 1}
+    results = [
+        (row, result(TEN[: tasks[row.task]], steps=300_000, row=row) if row.task in tasks else None)
+        for row in SUITES["ngu"]
+    ]
+    figure = compare.figure(results)
+    titles = [ax.get_title() for ax in figure.axes]
+    assert titles == ["MiniGrid-DoorKey-8x8-v0, 5 seeds", "MiniGrid-MultiRoom-N4-S5-v1, one seed"]
+    for ax in figure.axes:
+        assert (ax.get_xlabel(), ax.get_ylabel()) == ("environment steps", "episodic return")
+        lines = {line.get_label(): line.get_color() for line in ax.lines}
+        assert lines == {"ngu_r2d2.py, Never Give Up": "tab:blue", "ngu_r2d2.py, R2D2": "black"}
+    assert [len(ax.collections) for ax in figure.axes] == [2, 0]  # bands
+    for name in ("one", "two"):
+        figures.save(compare.figure(results), Path(name))
+    for suffix in ("png", "svg"):
+        assert Path(f"one.{suffix}").read_bytes() == Path(f"two.{suffix}").read_bytes()
+
+
+def test_published_sources_keep_their_colors():
+    for suite in ("atari", "mujoco"):
+        row = SUITES[suite][-1]
+        ax = compare.figure([(row, result((1.0,), steps=row.steps, row=row))]).axes[0]
+        color = {line.get_label(): line.get_color() for line in ax.lines}
+        assert color["openai/baselines"] == figures.PUBLISHED["openai/baselines"]
+        known = [text.get_color() for text in ax.lines if text.get_label() == "the blog"]
+        assert set(known) <= {figures.PUBLISHED["the blog"]}
+
+
+def test_ticks_do_not_overlap():
+    row = SUITES["atari"][0]
+    figure = compare.figure([(row, result((1.0,), steps=row.steps, row=row))] * 3)
+    figure.canvas.draw()
+    for ax in figure.axes:
+        boxes = [label.get_window_extent() for label in ax.get_xticklabels() if label.get_text()]
+        boxes = sorted((box.x0, box.x1) for box in boxes)
+        assert len(boxes) > 3 and all(a[1] < b[0] for a, b in zip(boxes, boxes[1:], strict=False))
 
 
 def test_tables_of_the_results_page_are_those_of_the_csvs():
     page = (ROOT / "benchmark/RESULTS.md").read_text()
     shown = re.findall(r"<!-- (\w+) -->\n(.*?)\n<!-- end of \1 -->", page, re.DOTALL)
-    assert {suite for suite, _ in shown} == SUITES.keys() - {"staleness"}  # which has a table of its own
+    assert [suite for suite, _ in shown] == [*SUITES]
     for suite, table in shown:
-        rows = [(row, compare.load(row, compare.Args())) for row in SUITES[suite]]
-        assert table == compare.markdown(compare.table(rows)), suite
+        rows = [(row, compare.load(suite, row, compare.Args())) for row in SUITES[suite]]
+        assert table == compare.section(suite, rows), suite
 
 
 def test_writing_one_table_leaves_the_others(monkeypatch):
     monkeypatch.setattr(compare, "PAGE", Path("RESULTS.md"))
-    page = "a\n<!-- classic -->\nold\n<!-- end of classic -->\nb\n<!-- own -->\nkept\n<!-- end of own -->\n"
+    monkeypatch.setattr(compare, "RESULTS", Path("results").resolve())
+    page = "a\n<!-- classic -->\nold\n<!-- end of classic -->\nb\n<!-- ngu -->\nkept\n<!-- end of ngu -->\n"
     compare.PAGE.write_text(page)
-    monkeypatch.setattr(sys, "argv", ["compare.py", "classic", "--write", "--results", "."])
-    with pytest.raises(SystemExit):
-        compare.main()
+    Path("results").mkdir()
+    for flags in ([], ["--write"]):
+        assert compare.PAGE.read_text() == page
+        monkeypatch.setattr(sys, "argv", ["compare.py", "classic", "--results", "results", *flags])
+        with pytest.raises(SystemExit):
+            compare.main()
     text = compare.PAGE.read_text()
     assert "| ppo | CartPole-v1 |" in text and "old" not in text
     assert text.startswith("a\n<!-- classic -->\n| script |") and text.endswith(page[page.index("\nb") :])
 
 
-def test_unknown_suite():
-    for tool in ("run", "compare"):
-        done = subprocess.run(
-            [sys.executable, ROOT / f"benchmark/{tool}.py", "clasic"], capture_output=True, text=True
-        )
-        assert done.returncode == 2 and re.fullmatch(
-            rf"{tool}\.py: error: no suite clasic; there are .*\n", done.stderr
-        )
-
-
 def test_staleness_table_of_the_page():
-    """The table of docs/async.md is the one that staleness.py prints."""
-    for path in RESULTS.glob("CartPole-v1__ppo_async__*_*.csv"):
-        shutil.copy(path, ".")
-    tool = [sys.executable, ROOT / "benchmark/staleness.py", "--results", "."]
+    """The table of docs/async.md is the one that staleness.py prints; without --write, it writes nothing."""
+    shutil.copytree(RESULTS / "staleness", "staleness")
+    figure = Path("staleness/staleness_and_reuse.png")
+    before = figure.read_bytes()
+    figure.unlink()
+    tool = [sys.executable, ROOT / "benchmark/studies/staleness.py", "--results", "."]
     table = subprocess.run(tool, check=True, capture_output=True, text=True).stdout.strip()
-    assert len(table.splitlines()) == 2 + 15 and table in (ROOT / "docs/async.md").read_text()
-    assert Path("staleness_and_reuse.png").stat().st_size > 10_000
-
-
-def test_ablation_of_the_page():
-    """V-trace ahead on the cliff, and the numbers of docs/impala.md are those of the CSVs."""
-    ends = {}
-    for row in SUITES["ablation"]:
-        returns = compare.load(row, compare.Args()).at(row.steps)
-        ends.setdefault(row.env_id.split(":")[-1], {})[row.variant] = returns
-        assert len(returns) == 3
-    page = (ROOT / "docs/impala.md").read_text().replace("−", "-")
-    cliff, cart = ends["CliffWalk-v0"], ends["CartPole-v1"]
-    for kind in cliff:
-        numbers = [", ".join(f"{x:.{digits}f}" for x in x[kind]) for x, digits in ((cliff, 1), (cart, 0))]
-        assert f"| `{kind}` | {numbers[0]} | {numbers[1]} |" in page
-    vtrace = cliff.pop("vtrace")
-    assert all(vtrace.min() > returns.max() + 10 for returns in cliff.values())
+    page = (ROOT / "docs/async.md").read_text()
+    assert len(table.splitlines()) == 2 + 15 and f"<!-- staleness -->\n{table}\n<!-- end of" in page
+    assert not figure.exists()
+    subprocess.run([*tool, "--write"], check=True, capture_output=True)
+    assert figure.read_bytes() == before and page == (ROOT / "docs/async.md").read_text()
 
 
 def newest_speeds():
     """The newest row of speed.csv by script and flags."""
-    with open(RESULTS / "speed.csv") as file:
+    with open(RESULTS / "speed/speed.csv") as file:
         return {(row["script"], row["flags"]): row for row in csv.DictReader(file)}
 
 
@@ -242,12 +496,13 @@ def test_results_of_the_readme():
     readme = (ROOT / "README.md").read_text()
     pattern = r"^\| `(\w+)` \| (\S+) \| (.*M) \| (\d+) \| (\S+) \| (?:(\S+) \((.*)\)|nothing) \|$"
     rows = re.findall(pattern, readme, re.MULTILINE)
-    assert len(rows) >= 5
+    section = readme.partition("\n## Results\n")[2].partition("\n## ")[0]
+    assert len(rows) == section.count("\n| `")
     for script, task, steps, seeds, ours, theirs, source in rows:
         (row,) = re.findall(rf"^\| {script} \| {task} \| {steps} \| .*$", page, re.MULTILINE)
         cells = [cell.strip() for cell in row.split("|")]
         assert len(cells[4].split(",")) == int(seeds) and cells[5].split(" ±")[0] == ours, row
-        assert not theirs or re.search(rf"{theirs} ± \S+ \({source}\)", cells[7]), row
+        assert not theirs or re.search(rf"{theirs} ± \S+ \({source}\b", cells[7]), row
 
 
 def test_speeds_of_the_readme():
@@ -308,15 +563,15 @@ def test_the_disco_maze_is_the_papers():
 
 
 def test_disco_counts_the_cells_of_agents_and_walks(monkeypatch):
-    args = ngu_r2d2.Args(env_id="benchmark.tasks:RandomDiscoMaze-v0", num_envs=4, total_timesteps=400)
+    args = ngu_r2d2.Args(env_id="benchmark.studies.maze:RandomDiscoMaze-v0", num_envs=4, total_timesteps=400)
     args = replace(args, num_policies=1, rnd=False, burn_in=0, unroll=8, period=8, learning_starts=64)
     args = replace(args, train_embedding=False, batch_sequences=2, hidden_size=16, device="cpu")
-    monkeypatch.setattr(ngu_r2d2, "encoder", disco.map_encoder)
+    monkeypatch.setattr(ngu_r2d2, "encoder", exploration.map_encoder)
     run_dir = ngu_r2d2.train(args)
-    program = [sys.executable, ROOT / "benchmark/disco.py", "--csv", "disco.csv", "--episodes"]
+    program = [sys.executable, ROOT / "benchmark/studies/exploration.py", "--csv", "maze.csv", "--episodes"]
     subprocess.run([*program, "20", run_dir], check=True, capture_output=True, timeout=600)
     subprocess.run([*program, "5"], check=True, capture_output=True, timeout=600)
-    agent, careful, uniform = rows("disco.csv")
+    agent, careful, uniform = rows("maze.csv")
     assert agent["embedding"] == "untrained" and int(agent["steps"]) == 400 and int(agent["episodes"]) >= 20
     assert 1 <= float(agent["cells_mean"]) <= float(agent["length_mean"]) + 1
     assert float(careful["length_mean"]) == 500 and float(careful["cells_mean"]) > 10

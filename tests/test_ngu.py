@@ -16,7 +16,7 @@ import torch
 from conftest import scalars
 
 import ngu_r2d2
-from benchmark import disco
+from benchmark.studies import exploration as disco
 from ngu_r2d2 import (
     Actor,
     Agent,

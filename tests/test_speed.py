@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmark import sb3, scaling, soak, speed
+from benchmark.speed import sb3_ppo, scaling, soak, speed
 
 ROOT = Path(__file__).parent.parent
 ENV = os.environ | dict(PYTHONPATH=str(ROOT))
@@ -29,7 +30,7 @@ def test_stable_baselines3_has_the_same_network_and_settings(name):
     envs = script.make_env(args, 1)
     ours = sum(parameter.numel() for parameter in script.Agent(envs).parameters())
     envs.close()
-    model = sb3.make_model(name, args)
+    model = sb3_ppo.make_model(name, args)
     assert sum(parameter.numel() for parameter in model.policy.parameters()) == ours
     assert model.n_steps * model.n_envs == args.batch_size == model.batch_size * args.num_minibatches
     assert model.lr_schedule(0.5) == args.learning_rate / 2 and model.n_epochs == args.update_epochs
@@ -38,7 +39,8 @@ def test_stable_baselines3_has_the_same_network_and_settings(name):
 
 def test_a_row_beside_older_ones():
     Path("speed.csv").write_text(OLD)
-    command = [sys.executable, ROOT / "benchmark/speed.py", "ppo.py", "--rounds", "1", "--steps", "2048"]
+    tool = ROOT / "benchmark/speed/speed.py"
+    command = [sys.executable, tool, "ppo.py", "--rounds", "1", "--steps", "2048"]
     subprocess.run([*command, "--csv", "speed.csv"], check=True, timeout=600, capture_output=True)
     old, new = rows("speed.csv")
     assert list(old.values())[:5] == OLD.splitlines()[1].split(",") and set(list(old.values())[5:]) == {""}
@@ -48,13 +50,16 @@ def test_a_row_beside_older_ones():
         assert float(new[ratio]) == pytest.approx(expected, abs=0.01)
         assert 100 < float(new["peak_mb"]) < 2000 and 100 < float(new[f"{name}_peak_mb"]) < 2000
     assert new["device"] == "cpu" and new["steps"] == "2048"
+    assert f"torch {torch.__version__}" in new["versions"]
+    head = subprocess.check_output(["git", "rev-parse", "--short=10", "HEAD"], cwd=ROOT, text=True)
+    assert new["commit"] == head.strip()
 
 
 def test_memory_is_of_the_program_alone():
     """Not of speed.py, nor of the programs before it."""
     for name, size in (("large", 300), ("small", 0)):
         Path(f"{name}.py").write_text(f"b'x' * ({size} << 20)")
-    code = "from pathlib import Path; from benchmark.speed import run; here = Path.cwd(); "
+    code = "from pathlib import Path; from benchmark.speed.speed import run; here = Path.cwd(); "
     code += "print(*(run(here / f'{name}.py', cwd='.')[1] for name in ('large', 'small')))"
     done = subprocess.run([sys.executable, "-c", code], cwd=".", env=ENV, capture_output=True, text=True)
     large, small = map(float, done.stdout.split())
@@ -66,7 +71,7 @@ def test_mistakes():
         (["pppo"], "no script pppo"),
         ([], "name scripts or give --all"),
     ):
-        command = [sys.executable, ROOT / "benchmark/speed.py", *flags]
+        command = [sys.executable, ROOT / "benchmark/speed/speed.py", *flags]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 2 and done.stderr.startswith(f"speed.py: error: {message}")
         assert done.stderr.count("\n") == 1
@@ -109,7 +114,7 @@ def test_expectation_of_many_processes_by_hand():
 def test_scaling_measures_and_draws(tmp_path):
     files = ["--csv", tmp_path / "scaling.csv", "--picture", tmp_path / "scaling.png"]
     flags = "--scripts ppo --envs 2 4 --processes 1 2 --iterations 3 --rounds 1".split()
-    command = [sys.executable, ROOT / "benchmark/scaling.py", *flags, *files]
+    command = [sys.executable, ROOT / "benchmark/speed/scaling.py", *flags, *files]
     subprocess.run(command, check=True, capture_output=True, timeout=600)
     rows = list(csv.DictReader(files[1].open()))
     assert [(row["what"], row["num_envs"], row["processes"]) for row in rows[:4]] == [
@@ -161,7 +166,7 @@ def test_a_run_that_grows_is_seen(what, tmp_path, monkeypatch):
 
 def test_an_hour_in_seconds(tmp_path):
     flags = ["ppo", "ppo_shared", "--minutes", "0.4", "--csv", tmp_path / "soak.csv"]
-    command = [sys.executable, ROOT / "benchmark/soak.py", *flags]
+    command = [sys.executable, ROOT / "benchmark/speed/soak.py", *flags]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=600, env=ENV | dict(TMPDIR=str(tmp_path))
     )

@@ -20,8 +20,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def command(tool, *flags):
-    folders = ["--work", f"{tool}_work", "--results", f"{tool}_results"]
-    return [sys.executable, ROOT / f"benchmark/{tool}.py", *map(str, flags), *folders]
+    results = ["--results", f"{tool}_results"]
+    return [sys.executable, ROOT / f"benchmark/{tool}.py", *map(str, flags), *results]
 
 
 def rows(path):
@@ -83,8 +83,8 @@ def test_a_population_goes_on_from_its_parents_checkpoints():
     ]
     subprocess.run(command("tune", "pbt", *flags), check=True, capture_output=True, timeout=600)
     table, folder = (
-        rows("tune_results/CartPole-v1__ppo__pbt__2.csv"),
-        Path("tune_work/CartPole-v1__ppo__pbt__2"),
+        rows("tune_results/pbt/CartPole-v1__ppo__pbt__2.csv"),
+        Path("tune_results/pbt/unfinished/CartPole-v1__ppo__pbt__2"),
     )
     assert [row["step"] for row in table] == ["2048", "2048", "4096", "4096"]
     assert [row["parent"] for row in table] == ["0", "1", "1", "1"]  # member 1 is a sixth better by chance
@@ -121,30 +121,29 @@ def test_a_suite_has_the_results_of_run_py():
     ]
     for tool in ("run", "tune"):
         subprocess.run(command(tool, *flags), check=True, capture_output=True, timeout=600)
-    for name in ("CartPole-v1__ppo__1.csv", "runs.csv"):
+    for name in ("CartPole-v1__ppo__total-timesteps=4096__1.csv", "runs.csv"):
         ours, theirs = (
-            [row | dict(seconds="") for row in rows(f"{x}_results/{name}")] for x in ("tune", "run")
+            [row | dict(seconds="", started="") for row in rows(f"{x}_results/classic/{name}")]
+            for x in ("tune", "run")
         )
         assert ours == theirs and ours
 
 
 def test_a_cancelled_task_saves_its_run_and_leaves_no_process():
     """Ray cancels by a KeyboardInterrupt, even where its workers were started with SIGINT ignored."""
-    code = (
-        "from benchmark.tune import *; here = Path.cwd(); args = Suite('classic', work=here, results=here); "
-    )
-    code += "take_further(Trial(args, SUITES['classic'][0], 1))"
+    code = "from benchmark.tune import *; args = Suite('classic', results=Path.cwd()); "
+    code += "take_further(Trial(args, run.SUITES['classic'][0], 1))"
     env = os.environ | dict(PYTHONPATH=str(ROOT))
     ignored = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)  # noqa: E731
     task = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, env=env, preexec_fn=ignored)
-    log, deadline = Path("CartPole-v1__ppo__1/log.txt"), time.time() + 300
+    log, deadline = Path("classic/unfinished/CartPole-v1__ppo__1/log.txt"), time.time() + 300
     while not (log.exists() and "step/s" in log.read_text()) and time.time() < deadline:
         time.sleep(0.1)
     task.send_signal(signal.SIGINT)
     assert b"KeyboardInterrupt" in task.communicate(timeout=600)[1]
     (run_dir,) = log.parent.glob("runs/*")
     assert 0 < torch.load(run_dir / "checkpoint.pt")["iteration"] < 976
-    with open(log.parent / "lock") as lock:
+    with open(f"{log.parent}.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the run still holds it
 
 

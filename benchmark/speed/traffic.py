@@ -1,6 +1,6 @@
 """Bytes that a process of torchrun sums with the others in an environment step, for the scripts' own tasks.
 
-    python benchmark/speed/traffic.py                    # all scripts, into results/traffic.csv
+    python benchmark/speed/traffic.py                    # all scripts, into results/speed/traffic.csv
     python benchmark/speed/traffic.py ppo_atari
 
 Two processes run each script for three iterations or more, and all calls of all_reduce() count. In a ring of
@@ -18,6 +18,9 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from benchmark.cli import fail  # noqa: E402
+
 SCRIPTS = {  # environment steps of a run that learns
     "ppo": 1536,
     "ppo_shared": 1536,
@@ -68,15 +71,14 @@ if __name__ == "__main__":
         sys.exit()
     names = sys.argv[1:] or list(SCRIPTS)
     if unknown := set(names) - set(SCRIPTS):
-        print(f"traffic.py: error: no script {', '.join(unknown)}", file=sys.stderr)
-        sys.exit(2)
+        fail(f"no script {', '.join(unknown)}")
     rows = []
     for name in names:
         num_bytes, calls = measure(name)
         rows.append(dict(script=name, bytes_a_step=round(num_bytes), calls_a_step=round(calls, 4)))
         print(rows[-1], flush=True)
     if not sys.argv[1:]:
-        with open(ROOT / "benchmark/results/traffic.csv", "w", newline="") as file:
+        with open(ROOT / "benchmark/results/speed/traffic.csv", "w", newline="") as file:
             writer = csv.DictWriter(file, rows[0])
             writer.writeheader()
             writer.writerows(rows)

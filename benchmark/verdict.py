@@ -1,0 +1,67 @@
+"""How the mean of our seeds stands to a published one: an interval, and one of four words.
+
+The interval is Welch's, of 95 %, for the difference of the two means, in percent of the published one. It
+needs no equal variances and no equal numbers of runs; both sides' spread makes it wider, so noise cannot turn
+into agreement. The words:
+
+    equal within x %    the whole interval is within MARGIN, and x is its end that is farther from 0
+    higher, lower       the whole interval is above 0, or below
+    inconclusive        neither: more seeds are needed
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.stats import t, trim_mean
+
+MARGIN = 5  # percent
+LEAST_SEEDS = 5
+
+
+@dataclass(frozen=True)
+class Published:
+    """A mean over runs, with its spread."""
+
+    by: str
+    env_id: str
+    mean: float
+    spread: float | None  # None: of a single run, or of an unknown number
+    runs: int
+    is_std: bool = (
+        True  # spread is a standard deviation over the runs; else the source does not say what it is
+    )
+
+    @property
+    def error(self) -> float | None:
+        """Standard error of the mean, read in the wider of two ways where the source leaves a choice.
+
+        Sources do not say whether their deviation is divided by the number of runs or by one less: it is read
+        as divided by the number. A band of which nothing is said is read as a standard error.
+        """
+        if self.spread is None or self.runs < 2:
+            return None
+        return self.spread / (self.runs - 1) ** 0.5 if self.is_std else self.spread
+
+
+def difference(ours: np.ndarray, theirs: Published) -> tuple[float, float, float]:
+    """Ours (seeds,) less theirs in percent of theirs, and the ends of its 95 % interval."""
+    variances = np.array([ours.var(ddof=1) / len(ours), theirs.error**2])
+    scale = 100 / abs(theirs.mean)
+    middle = ours.mean() - theirs.mean
+    if not variances.any():
+        return middle * scale, middle * scale, middle * scale
+    freedom = variances.sum() ** 2 / (variances**2 / [len(ours) - 1, theirs.runs - 1]).sum()
+    reach = t.ppf(0.975, freedom) * variances.sum() ** 0.5
+    return middle * scale, (middle - reach) * scale, (middle + reach) * scale
+
+
+def word(low: float, high: float) -> str:
+    """What an interval of the difference in percent says."""
+    if max(-low, high) <= MARGIN:
+        return f"equal within {np.ceil(max(-low, high, 0.1) * 10) / 10:g} %"
+    return "higher" if low > 0 else "lower" if high < 0 else "inconclusive"
+
+
+def iqm(values: np.ndarray) -> float:
+    """Interquartile mean."""
+    return float(trim_mean(values, 0.25))
