@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch f
 @pytest.fixture(autouse=True)
 def full_precision(monkeypatch):
     """TF32 rounds to 10 bits, within which nothing could be compared."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    torch.set_float32_matmul_precision("highest")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # of convolutions and LSTMs
 
 
 @pytest.fixture(autouse=True)
