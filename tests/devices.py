@@ -161,7 +161,8 @@ def test_a_cuda_graph_learns_what_eager_mode_learns(run, flags, monkeypatch):
     run_dirs, launches = [], []
     for compile in (False, True):
         with pretend_cuda.installed() as gpu:
-            args = make_args(run, 2, compile=compile, target_kl=None, anneal_clip=True, **flags)
+            large = dict(learning_rate=1e-2)  # enough to be clipped
+            args = make_args(run, 2, compile=compile, target_kl=None, anneal_clip=True, **large, **flags)
             run_dir = script.train(args)
             script.train(replace(args, resume=str(run_dir), total_timesteps=3 * args.batch_size))
         run_dirs.append(run_dir)
