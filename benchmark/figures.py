@@ -59,8 +59,9 @@ def finish(ax: Axes, title: str, xlabel: str = "environment steps", ylabel: str 
         ax.yaxis.set_minor_formatter(NullFormatter())
 
 
-def legend(figure: Figure, columns: int = 4):
-    """One for all panels, below them."""
+def legend(figure: Figure, columns: int | None = None):
+    """One for all panels, below them, with as many columns as there is room for."""
+    columns = columns or max(1, int(figure.get_figwidth() // 3))
     found = {}
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):

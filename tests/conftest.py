@@ -32,8 +32,9 @@ OTHERS = {"impala_vtrace": impala_vtrace, "ppo_async": ppo_async, "ngu_r2d2": ng
 # Beginnings of the names of tests that take more than about two seconds.
 SLOW = """
 test_async.py::test_asynchronous test_async.py::test_in_turn test_async.py::test_mistakes
-test_atari_envs.py::test_frame_by_frame test_benchmark.py::test_a_row_names_build test_benchmark.py::test_a_run_of
-test_benchmark.py::test_a_run_without test_benchmark.py::test_a_stopped test_benchmark.py::test_a_worse
+test_atari_envs.py::test_frame_by_frame test_benchmark.py::test_a_row_names_build
+test_benchmark.py::test_a_run_of test_benchmark.py::test_a_run_without test_benchmark.py::test_a_stopped
+test_benchmark.py::test_a_worse
 test_benchmark.py::test_a_wrong test_benchmark.py::test_disco test_benchmark.py::test_help
 test_benchmark.py::test_mistakes_of_compare test_benchmark.py::test_other test_benchmark.py::test_run
 test_benchmark.py::test_staleness test_benchmark.py::test_stop

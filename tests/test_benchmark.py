@@ -432,6 +432,14 @@ def test_published_sources_keep_their_colors():
         assert set(known) <= {figures.PUBLISHED["the blog"]}
 
 
+def test_the_legend_is_within_the_figure():
+    for suite in ("memory", "atari", "ngu"):
+        figure = compare.figure([(row, result((1.0,), row.steps, row)) for row in SUITES[suite]])
+        figure.canvas.draw()
+        box, width = figure.legends[0].get_window_extent(), figure.get_figwidth() * figure.dpi
+        assert 0 <= box.x0 < box.x1 <= width, suite
+
+
 def test_ticks_do_not_overlap():
     row = SUITES["atari"][0]
     figure = compare.figure([(row, result((1.0,), steps=row.steps, row=row))] * 3)

@@ -138,7 +138,7 @@ def draw(rows: list[list], path: Path):
             (x for x in mine if x["what"].startswith("expected")), figures.OURS[1:], strict=False
         ):
             lower.plot(row["processes"], row["steps_per_s"], "x", color=color, label=row["what"])
-    figures.legend(figure, columns=3)
+    figures.legend(figure)
     figures.save(figure, path)
 
 
