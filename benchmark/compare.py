@@ -15,6 +15,7 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import tyro
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmark import figures  # noqa: E402
 from benchmark.cli import fail  # noqa: E402
+from benchmark.run import check_flags, read_table  # noqa: E402
 from benchmark.suites import PUBLISHED, SUITES, Row, Target  # noqa: E402
 from benchmark.verdict import LEAST_SEEDS, Published, difference, iqm, word  # noqa: E402
 
@@ -31,12 +33,13 @@ RESULTS = ROOT / "benchmark/results"
 PAGE = ROOT / "benchmark/RESULTS.md"
 RANDOM = RESULTS / "random_policy.csv"
 HEAD = "script|task|steps|seeds|mean ± std|IQM|published|difference in % [95 %]|verdict|build".split("|")
-SuiteNames = tyro.conf.Positional[tuple[str, ...]]
+HELP = tyro.conf.arg(help=f"of {', '.join(SUITES)}")
+SuiteNames = Annotated[tuple[str, ...], tyro.conf.Positional, HELP]
 
 
 @dataclass
 class Args:
-    suites: SuiteNames = tuple(SUITES)  # which suites
+    suites: SuiteNames = tuple(SUITES)
     results: Path = RESULTS  # folder of run.py to read, and where figures and the page go
     flags: str = ""  # results of runs with these flags of run.py
     write: bool = False  # write figures and index.html; the tables of RESULTS.md, if they are of its results
@@ -123,10 +126,7 @@ class Result:
 
 def load(suite: str, row: Row, args: Args) -> Result | None:
     folder, prefix, seeds, builds = args.results / suite, f"{row.name(args.flags)}__", {}, {}
-    runs = {}
-    if (folder / "runs.csv").exists():
-        with open(folder / "runs.csv", newline="") as file:
-            runs = {run["run"]: run for run in csv.DictReader(file)}
+    runs = read_table(folder / "runs.csv")
     for path in folder.glob("*.csv"):
         seed = path.stem.removeprefix(prefix)
         if seed.isdigit():
@@ -322,9 +322,10 @@ def write(args: Args, results: dict[str, list[tuple[Row, Result | None]]]):
 
 
 def main():
-    args = tyro.cli(Args, description=__doc__ + f"\nThe suites are {', '.join(SUITES)}.")
+    args = tyro.cli(Args, description=__doc__)
     if unknown := [suite for suite in args.suites if suite not in SUITES]:
         fail(f"no suite {', '.join(unknown)}; there are {', '.join(SUITES)}")
+    check_flags(args.flags)
     if not args.results.is_dir():
         fail(f"--results {args.results}: there is no such folder")
     results = {suite: [(row, load(suite, row, args)) for row in SUITES[suite]] for suite in SUITES}

@@ -19,6 +19,8 @@ def export(run_dir: Path | str, path: Path | str):
     seconds, returns, lengths, before = 0.0, [], {}, 0.0
     events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0})
     events.Reload()
+    if "charts/episodic_return" not in events.Tags()["scalars"]:
+        raise ValueError(f"{run_dir}: no episode has ended, so there is nothing to compare")
     ticks = [(e.step, e.wall_time) for e in events.Scalars("charts/SPS")]
     gaps = sorted(b - a for (_, a), (_, b) in zip(ticks, ticks[1:], strict=False))
     usual = gaps[len(gaps) // 2] if gaps else 0.0

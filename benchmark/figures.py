@@ -9,7 +9,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 
 matplotlib.rcParams["svg.hashsalt"] = "benchmark"  # the same curves make the same file
 
@@ -50,15 +50,18 @@ def finish(ax: Axes, title: str, xlabel: str = "environment steps", ylabel: str 
     ax.set_title(title, fontsize=9)
     ax.set_xlabel(xlabel, fontsize=8)
     ax.set_ylabel(ylabel, fontsize=8)
-    ax.tick_params(labelsize=7)
+    ax.tick_params(which="both", labelsize=7)
     if ax.get_xscale() == "linear":
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))
         ax.xaxis.set_major_locator(MaxNLocator(5))
         ax.yaxis.set_major_locator(MaxNLocator(6))
+    else:
+        ax.yaxis.set_minor_formatter(NullFormatter())
 
 
-def legend(figure: Figure, columns: int = 4):
-    """One for all panels, below them."""
+def legend(figure: Figure, columns: int | None = None):
+    """One for all panels, below them, with as many columns as there is room for."""
+    columns = columns or max(1, int(figure.get_figwidth() // 3))
     found = {}
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):

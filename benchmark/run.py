@@ -322,6 +322,11 @@ def seed_list(text: str) -> list[int]:
     return seeds
 
 
+def check_flags(flags: str):
+    if flags.strip() and not flags.strip().startswith("--"):
+        fail(f"--flags {flags!r}: write them as for a script, such as --flags='--learning-rate 1e-3'")
+
+
 def planned(args: Args) -> list[tuple[Row, int]]:
     """Rows and seeds that the flags ask for, the first seed of each row first."""
     if args.suite not in SUITES:
@@ -336,8 +341,7 @@ def planned(args: Args) -> list[tuple[Row, int]]:
     for name in ("workers", "threads", "total_timesteps", "stop_at"):
         if (x := getattr(args, name)) is not None and x < 1:
             fail(f"{name} cannot be {x}")
-    if args.flags.strip() and not args.flags.strip().startswith("--"):
-        fail(f"--flags {args.flags!r}: write them as for a script, such as --flags='--learning-rate 1e-3'")
+    check_flags(args.flags)
     rows = [row for row in SUITES[args.suite] if not args.scripts or row.script in args.scripts]
     rows = [row for row in rows if not args.env_ids or row.env_id in args.env_ids]
     seeds = seed_list(args.seeds) if args.seeds else range(1, 1 + max(row.seeds for row in rows))

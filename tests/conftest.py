@@ -32,9 +32,12 @@ OTHERS = {"impala_vtrace": impala_vtrace, "ppo_async": ppo_async, "ngu_r2d2": ng
 # Beginnings of the names of tests that take more than about two seconds.
 SLOW = """
 test_async.py::test_asynchronous test_async.py::test_in_turn test_async.py::test_mistakes
-test_atari_envs.py::test_frame_by_frame test_benchmark.py::test_a_stopped test_benchmark.py::test_disco
-test_benchmark.py::test_run test_benchmark.py::test_stop test_benchmark.py::test_the_planted
-test_benchmark.py::test_unknown test_benchmark.py::test_staleness test_benchmark.py::test_the_disco
+test_atari_envs.py::test_frame_by_frame test_benchmark.py::test_a_row_names_build
+test_benchmark.py::test_a_run_of test_benchmark.py::test_a_run_without test_benchmark.py::test_a_stopped
+test_benchmark.py::test_a_worse
+test_benchmark.py::test_a_wrong test_benchmark.py::test_disco test_benchmark.py::test_help
+test_benchmark.py::test_mistakes_of_compare test_benchmark.py::test_other test_benchmark.py::test_run
+test_benchmark.py::test_staleness test_benchmark.py::test_stop
 test_contract.py::test_atari_evaluation test_contract.py::test_camera test_contract.py::test_checkpoint
 test_contract.py::test_compile test_contract.py::test_copy test_contract.py::test_evaluation
 test_contract.py::test_flags_change test_contract.py::test_killed test_contract.py::test_nothing
@@ -44,7 +47,7 @@ test_decoupled.py test_details_23_37.py::test_detail_3 test_devices.py test_faul
 test_impala.py::test_asynchronous test_impala.py::test_atari test_impala.py::test_mistakes
 test_impala.py::test_three_games test_learning.py::test_task_is_learned test_ngu.py::test_a_full_replay
 test_ngu.py::test_images test_processes.py test_readme.py::test_commands test_report.py test_research.py
-test_speed.py test_tune.py test_watch.py
+test_speed.py test_tune.py test_verdict.py test_watch.py
 """.split()
 
 

@@ -108,6 +108,15 @@ def test_other_flags_are_another_run():
     assert int(longer[-1]["step"]) > 4096 and [row["parts"] for row in rows()] == ["1"] * 3
 
 
+def test_a_run_without_an_episode():
+    """Nothing can be compared: one line, and the run stays to be continued."""
+    flags = ["--scripts", "ppo", "--env-ids", "Acrobot-v1", "--seeds", "1", "--results", "results"]
+    tool = [sys.executable, ROOT / "benchmark/run.py", "classic", *flags, "--total-timesteps", "512"]
+    done = subprocess.run(tool, capture_output=True, text=True)
+    assert done.returncode == 1 and re.search(r"run.py: error: .*: no episode has ended.*\n$", done.stderr)
+    assert list(Path("results/classic/unfinished/Acrobot-v1__ppo__total-timesteps=512__1/runs").iterdir())
+
+
 @pytest.mark.parametrize("is_finished", [True, False])
 def test_a_run_of_another_build_is_not_taken_over(is_finished):
     """Neither as a result nor to go on from: one line, until --anew makes it again."""
@@ -223,8 +232,11 @@ def test_a_wrong_flag_of_a_script_ends_the_runner():
     assert not list(Path("results/classic/unfinished").glob("*__9"))
 
 
-def test_help_lists_the_suites():
-    done = subprocess.run([*command()[:2], "--help"], capture_output=True, text=True)
+@pytest.mark.parametrize("tool", ["run", "compare"])
+def test_help_lists_the_suites(tool):
+    done = subprocess.run(
+        [sys.executable, ROOT / f"benchmark/{tool}.py", "--help"], capture_output=True, text=True
+    )
     words = done.stdout.replace(",", " ").split()
     assert done.returncode == 0 and SUITES.keys() <= set(words)
 
@@ -378,6 +390,7 @@ def test_a_worse_run_is_called_lower():
     [
         (["clasic"], "no suite clasic; there are classic, mujoco, "),
         (["--results", "nowhere"], "--results nowhere: there is no such folder"),
+        (["--flags", "total-timesteps 1"], "--flags 'total-timesteps 1': write them as for a script"),
     ],
 )
 def test_mistakes_of_compare(flags, message):
@@ -417,6 +430,14 @@ def test_published_sources_keep_their_colors():
         assert color["openai/baselines"] == figures.PUBLISHED["openai/baselines"]
         known = [text.get_color() for text in ax.lines if text.get_label() == "the blog"]
         assert set(known) <= {figures.PUBLISHED["the blog"]}
+
+
+def test_the_legend_is_within_the_figure():
+    for suite in ("memory", "atari", "ngu"):
+        figure = compare.figure([(row, result((1.0,), row.steps, row)) for row in SUITES[suite]])
+        figure.canvas.draw()
+        box, width = figure.legends[0].get_window_extent(), figure.get_figwidth() * figure.dpi
+        assert 0 <= box.x0 < box.x1 <= width, suite
 
 
 def test_ticks_do_not_overlap():
@@ -467,6 +488,19 @@ def test_staleness_table_of_the_page():
     assert not figure.exists()
     subprocess.run([*tool, "--write"], check=True, capture_output=True)
     assert figure.read_bytes() == before and page == (ROOT / "docs/async.md").read_text()
+
+
+def test_never_give_up_of_the_page():
+    """The table of docs/ngu.md has the numbers of the CSVs."""
+    page, args = (ROOT / "docs/ngu.md").read_text(), compare.Args(flags="--total-timesteps 1000000")
+    for row in SUITES["ngu"]:
+        if ours := compare.load("ngu", row, args):
+            assert ours.builds == ("4631702",) and len(ours.seeds) == 3
+            mean, std = ours.at(ours.reached).mean(), ours.at(ours.reached).std(ddof=1)
+            said = compare.number(mean) + (f" ± {compare.number(std)}" if std >= 0.005 else "")
+            first = ", ".join(f"{step / 1000:.0f}k" for step in ours.first(0.5))
+            task = row.task.removeprefix("MiniGrid-").rpartition("-")[0]
+            assert f"| {task} | {said} | {first} steps |" in page
 
 
 def newest_speeds():
