@@ -99,8 +99,10 @@ def test_in_turn_it_is_the_update_of_ppo_atari(monkeypatch):
         def close(self):
             pass
 
-        def step(self, actions):
+        def send(self, actions, _):
             assert np.array_equal(actions, data["actions"][self.t])
+
+        def recv(self, _):
             rewards, ended = np.sign(data["rewards"][self.t]), data["dones"][self.t] > 0
             self.t += 1
             return data["obs"][self.t], rewards, ended, ended & False, {}
