@@ -122,6 +122,13 @@ class AlignedGames(gym.vector.VectorEnv):
         return self.observe(), {}
 
     def step(self, actions):
+        self.send(actions)
+        return self.recv()
+
+    def send(self, actions, games=None):
+        self.actions = actions
+
+    def recv(self, games=None):
         self.t = (self.t + 1) % self.length
         over = np.full(self.num_envs, self.t == 0)
         episode, infos = dict(r=np.ones(self.num_envs), l=np.ones(self.num_envs)), {}
@@ -130,7 +137,7 @@ class AlignedGames(gym.vector.VectorEnv):
             infos = {"final_obs": last, "final_info": {"episode": episode, "_episode": over}}
         if self.is_cut:
             return self.observe(), np.ones(self.num_envs), over & False, over, infos
-        return self.observe(), actions / 4, over, over & False, infos
+        return self.observe(), self.actions / 4, over, over & False, infos
 
 
 class CutGames(AlignedGames):

@@ -606,8 +606,8 @@ class EndGames(AlignedGames):
 
     length = 4
 
-    def step(self, actions):
-        obs, rewards, *rest = super().step(actions)
+    def recv(self, games=None):
+        obs, rewards, *rest = super().recv()
         return obs, np.ones_like(rewards), *rest
 
 
