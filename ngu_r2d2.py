@@ -814,34 +814,46 @@ class Replay:  # differs from impala_vtrace.py: keeps steps once, and cuts its s
         arrays = (*self.rows.values(), self.states, self.sequences, self.priorities)
         return sum(x.nbytes for x in arrays)
 
-    def begin(self, row: dict[str, np.ndarray]):
-        """Write rows (N, ...) where an episode starts."""
-        self.begun = np.where(row["starts"], self.written, self.begun)
-        self.write(row, row["starts"])
+    def append(self, arrival: dict[str, np.ndarray], row: dict[str, np.ndarray], state: np.ndarray):
+        """Write rows (N, ...) that were arrived at, and of `row` those where the next episode starts.
 
-    def append(self, row: dict[str, np.ndarray], state: np.ndarray):
-        """Write rows (N, ...) that were arrived at, with the state (2, N, hidden_size) before them."""
+        state: (2, N, hidden_size), before the rows that were arrived at.
+        """
         n = ((self.written - self.begun) % self.args.period == 0).nonzero()[0]
         self.states[n, self.place_of_state(self.written[n])] = state[:, n].swapaxes(0, 1)
-        self.write(row, np.ones(len(self.written), bool))
+        self.write(arrival, np.arange(len(self.written)))
         self.steps += len(self.written)
-        self.cut(row["ends"])
+        self.cut(arrival["ends"])
+        if arrival["ends"].any():
+            self.begin(row)
+        self.forget()
 
-    def write(self, row: dict[str, np.ndarray], where: np.ndarray):
-        """Replace the oldest rows, and drop the sequences that began with them."""
-        n = where.nonzero()[0]
+    def begin(self, row: dict[str, np.ndarray]):
+        """Write the first rows of episodes, where they start."""
+        n = row["starts"].nonzero()[0]
+        self.begun[n] = self.written[n]
+        self.write(row, n)
+
+    def write(self, row: dict[str, np.ndarray], n: np.ndarray):
+        """Replace the oldest rows of environments n."""
         at = self.written[n] % self.size
         for name, x in self.rows.items():
             x[n, at] = row[name][n] if name in row else 0  # nothing led to a first row
-        self.written += where
-        env, first, _ = self.sequences.T
-        kept = first >= self.written[env] - self.size
-        self.sequences, self.priorities = self.sequences[kept], self.priorities[kept]
+        self.written[n] += 1
+
+    def forget(self):
+        """Drop the sequences whose first row was replaced."""
+        n, first, _ = self.sequences.T
+        kept = first >= self.written[n] - self.size
+        if not kept.all():
+            self.sequences, self.priorities = self.sequences[kept], self.priorities[kept]
 
     def cut(self, ends: np.ndarray):
         """Add the sequences that are full to the table, and what is left of episodes that have ended."""
         lengths = self.written - 1 - self.begun
         n = (ends | (lengths == self.args.length)).nonzero()[0]
+        if not len(n):
+            return
         added = np.stack((n, self.begun[n], lengths[n]), axis=1)
         largest = self.priorities.max(initial=0) or 1.0  # unseen: as the most surprising
         self.sequences = np.concatenate((self.sequences, added))
@@ -1023,8 +1035,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
             step += args.num_envs
             episodes += [(step, policy, episode) for policy, episode in ended]
             seen.append(novelty)
-            replay.append(arrival, actor.state.cpu().numpy())
-            replay.begin(envs.row)
+            replay.append(arrival, envs.row, actor.state.cpu().numpy())
         if WORLD_SIZE > 1 and args.beta > 0:
             curiosity.merge()
 

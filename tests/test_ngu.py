@@ -111,9 +111,8 @@ def play(args, steps, seed=1, check=lambda replay, rows: None):
             for n in range(N):
                 history[n][-1] |= {name: arrival[name][n] for name in ("r_int", "mu", "ends", "last_actions")}
                 history[n][-1] |= dict(policy=arrival["policies"][n], arrival=arrival["obs"][n])
-            replay.append(arrival, actor.state.numpy())
+            replay.append(arrival, envs.row, actor.state.numpy())
             note(arrival)
-            replay.begin(envs.row)
             note(envs.row)
             check(replay, rows)
     agent.forward = original
@@ -907,7 +906,7 @@ def test_unseen_sequences_have_the_largest_priority():
     run.replay.priorities[:] = np.linspace(1, 3, len(run.replay))
     before, row = len(run.replay), {name: x.copy() for name, x in run.arrival.items()}
     row["ends"][:] = True
-    run.replay.append(row, run.actor.state.numpy())
+    run.replay.append(row, run.envs.row, run.actor.state.numpy())
     assert len(run.replay) > before and (run.replay.priorities[before:] == 3).all()
     assert (run.replay.priorities[:before] == np.linspace(1, 3, before)).all()
 
@@ -1186,7 +1185,8 @@ def test_a_saved_replay_goes_on_where_it_was(tmp_path):
         for _ in range(15):
             np.testing.assert_equal(*(replay.sample(8, np.random.default_rng(0)) for replay in replays))
             for replay in replays:
-                replay.append(run.arrival | dict(ends=np.zeros(3, bool)), run.actor.state.numpy())
+                row = run.arrival | dict(ends=np.zeros(3, bool))
+                replay.append(row, run.envs.row, run.actor.state.numpy())
         np.testing.assert_equal(*(everything(replay) for replay in replays))
         assert len(loaded) == total + 2 * 3 or replay_steps == 75
 
@@ -1225,7 +1225,7 @@ replay = ngu_r2d2.Replay(args, row, args.hidden_size)
 replay.begin(row)
 arrival = row | dict(starts=~ones, mu=zeros, alpha=zeros, discounts=zeros, ends=~ones)
 while replay.written[0] < 2 * replay.size:
-    replay.append(arrival, state)
+    replay.append(arrival, row, state)
 print(resident() - before, replay.num_bytes)
 """
     environment = os.environ | dict(PYTHONPATH=str(Path(__file__).parent.parent))
