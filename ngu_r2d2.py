@@ -891,8 +891,10 @@ class Replay:  # differs from impala_vtrace.py: keeps steps once, and cuts its s
         return batch | dict(rewards=rewards, mask=mask, lengths=lengths, state=state)
 
     def state_dict(self) -> dict:
-        names = ("written", "states", "sequences", "priorities")
-        arrays = self.rows | {name: getattr(self, name) for name in names}
+        starts = self.rows["starts"][np.arange(len(self.begun)), self.begun % self.size]
+        is_new = starts & (self.written == self.begun + 1)  # a resumed run writes the first row again
+        arrays = self.rows | dict(written=self.written - is_new, states=self.states)
+        arrays |= dict(sequences=self.sequences, priorities=self.priorities)
         return {name: torch.from_numpy(x) for name, x in arrays.items()} | dict(steps=self.steps)
 
     def load_state_dict(self, state: dict):
