@@ -486,9 +486,8 @@ def retrace_targets(rewards, discounts, ends, values, taken_values, traces) -> T
     return targets
 
 
-def sequence_priority(td_errors: Tensor, eta: float, mask: Tensor | None = None) -> Tensor:
+def sequence_priority(td_errors: Tensor, eta: float, mask: Tensor) -> Tensor:
     """eta max + (1 - eta) mean of the absolute errors (T, B) of each sequence (B,), where mask is true."""
-    mask = torch.ones_like(td_errors) if mask is None else mask
     errors = td_errors.abs() * mask
     return eta * errors.max(0)[0] + (1 - eta) * errors.sum(0) / mask.sum(0).clamp(min=1)
 
@@ -811,8 +810,7 @@ class Replay:  # differs from impala_vtrace.py: keeps steps once, and cuts its s
 
     @property
     def num_bytes(self) -> int:
-        arrays = (*self.rows.values(), self.states, self.sequences, self.priorities)
-        return sum(x.nbytes for x in arrays)
+        return sum(x.nbytes for x in (*self.rows.values(), self.states))
 
     def append(self, arrival: dict[str, np.ndarray], row: dict[str, np.ndarray], state: np.ndarray):
         """Write rows (N, ...) that were arrived at, and of `row` those where the next episode starts.
@@ -824,8 +822,7 @@ class Replay:  # differs from impala_vtrace.py: keeps steps once, and cuts its s
         self.write(arrival, np.arange(len(self.written)))
         self.steps += len(self.written)
         self.cut(arrival["ends"])
-        if arrival["ends"].any():
-            self.begin(row)
+        self.begin(row)
         self.forget()
 
     def begin(self, row: dict[str, np.ndarray]):
@@ -845,15 +842,12 @@ class Replay:  # differs from impala_vtrace.py: keeps steps once, and cuts its s
         """Drop the sequences whose first row was replaced."""
         n, first, _ = self.sequences.T
         kept = first >= self.written[n] - self.size
-        if not kept.all():
-            self.sequences, self.priorities = self.sequences[kept], self.priorities[kept]
+        self.sequences, self.priorities = self.sequences[kept], self.priorities[kept]
 
     def cut(self, ends: np.ndarray):
         """Add the sequences that are full to the table, and what is left of episodes that have ended."""
         lengths = self.written - 1 - self.begun
         n = (ends | (lengths == self.args.length)).nonzero()[0]
-        if not len(n):
-            return
         added = np.stack((n, self.begun[n], lengths[n]), axis=1)
         largest = self.priorities.max(initial=0) or 1.0  # unseen: as the most surprising
         self.sequences = np.concatenate((self.sequences, added))
