@@ -269,11 +269,12 @@ def save_report(args: Args):
         fail(f"--wandb: {error}; pip install wandb wandb-workspaces")
     wandb.setup(wandb.Settings(silent=True))
 
-    def give_up(*_):
-        print("report.py: error: --wandb: W&B's server does not answer in 30 seconds", file=sys.stderr)
-        os._exit(2)  # W&B's own threads may hang, too
+    def give_up(error: object):
+        print(f"report.py: error: --wandb: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        os._exit(2)  # W&B's own threads may hang, at the end of the process, too
 
-    signal.signal(signal.SIGALRM, give_up)
+    silence = "W&B's server does not answer in 30 seconds"
+    signal.signal(signal.SIGALRM, lambda *_: give_up(silence))
     signal.alarm(30)
     try:
         if not wandb.login(prompt=False):
@@ -287,7 +288,7 @@ def save_report(args: Args):
             fail(f"--wandb: no run with an env_id in its config in {entity}/{args.project}")
         print(report.save().url)
     except (wandb.Error, WandbApiFailedError, ValueError) as error:
-        fail(f"--wandb: {error}")
+        give_up(error)
     finally:
         signal.alarm(0)
 
