@@ -81,8 +81,10 @@ def published(target: Target, step: float, is_end: bool) -> Published | None:
     if step < points[0, 0]:
         return None
     mean, band, runs = (np.interp(step, points[:, 0], points[:, k]) for k in (1, 2, 3))
-    spread = None if np.isnan(band) else float(band)
-    return Published(target.by, target.env_id, float(mean), spread, int(runs), target.is_std)
+    spread, by, last = None if np.isnan(band) else float(band), target.by, points[-1, 0]
+    if last < 0.98 * step:  # no later point, so nothing to be judged by
+        spread, by = None, f"{by}, at {millions(last)}"
+    return Published(by, target.env_id, float(mean), spread, int(runs), target.is_std)
 
 
 # === What we have ============================================================================

@@ -102,6 +102,8 @@ def atari(script: str, game: str, stop_at: int | None, seeds: int) -> Row:
         curve("openai/baselines", f"openai_baselines_ppo2{'_cnn_lstm' * lstm}", env_id),
         curve("the blog", f"ppo_atari{'_lstm' * lstm}.py(blog)", env_id),
     )
+    if not lstm:
+        curves += (curve("openai/baselines 2017", "ppo2", env_id, is_std=False),)
     targets = (*sum(scores, ()), *curves)
     return Row(script, env_id, 10_000_000, targets, seeds=seeds, stop_at=stop_at, threads=2)
 
@@ -194,6 +196,7 @@ SUITES = {
             (
                 curve("RLlib", "rllib_impala", "BreakoutNoFrameskip-v4"),
                 curve("RLlib 2020", "rllib_impala_2020_torch", "BreakoutNoFrameskip-v4"),
+                curve("RLlib 2020, TensorFlow", "rllib_impala_2020_tf", "BreakoutNoFrameskip-v4"),
             ),
             seeds=0,
             threads=2,
