@@ -32,7 +32,7 @@ import threading
 import time
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from pickle import UnpicklingError
@@ -55,7 +55,7 @@ from tqdm import tqdm
 
 SCRIPT = Path(__file__).stem
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # of the processes of this machine: each has a GPU
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # rank on this machine; each has a GPU
 
 # === Arguments ===============================================================================
 
@@ -71,7 +71,7 @@ class Args:
     num_actors: int = 1  # threads of a process for each task, with two groups of environments each
     num_steps: int = 20  # steps per environment and rollout (T)
     sync: bool = False  # actors and learner in turn, in one thread
-    stall_seconds: int = 20  # an environment that takes longer for a step ends the run
+    stall_seconds: int = 20  # a step or reset that takes longer ends the run
 
     # V-trace
     gamma: float = 0.99  # discount factor
@@ -80,7 +80,7 @@ class Args:
     c_bar: float = 1.0  # clip of the importance weights that say how far back a surprise counts
     vtrace_lambda: float = 1.0  # 0 is the one-step target, 1 the longest
     rewards: Literal["clip", "soft-asymmetric", "raw"] = "clip"  # to [-1, 1], or as for DMLab-30
-    bootstrap_truncated: bool = False  # add the value of what lies beyond a time limit to the last reward
+    bootstrap_truncated: bool = False  # at a time limit, add gamma * value to the reward
 
     # update
     batch_unrolls: int = 32  # unrolls in a batch, divided among torchrun's processes
@@ -136,8 +136,9 @@ class Args:
     def __post_init__(self):
         # differs from ppo.py: groups of environments, unrolls and their replay
         """Checks the values. tyro reports a ValueError as it reports a wrong flag."""
-        for name, x in vars(self).items():
-            least = 1 if type(x) is int and name != "seed" else 0
+        for field in fields(self):
+            name, x = field.name, getattr(self, field.name)
+            least = 1 if field.type is int and name != "seed" else 0
             if type(x) in (int, float) and not least <= x < np.inf:
                 raise ValueError(f"{name} cannot be {x}")
         groups = WORLD_SIZE * len(self.env_ids) * self.num_actors * 2
@@ -219,7 +220,7 @@ def make_env(env_id: str, args: Args, num_envs: int, video_dir: Path | None = No
         fail(f"--env-id {env_id}: {error}")
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
-        fail(f"{env_id} acts in {action_space}: try ppo_continuous.py or ppo_multidiscrete.py")
+        fail(f"{env_id} acts in {action_space}: try ppo_continuous.py, or Discrete actions from 0")
     if not isinstance(obs_space, gym.spaces.Box):
         fail(f"{env_id} observes {obs_space}: this script takes vectors and images")
     return envs
@@ -243,8 +244,8 @@ def ended_episodes(info: dict) -> list[dict[str, float]]:
     if "final_info" not in info:
         return []
     final, episodes = info["final_info"], []
-    names = [name for name, x in final.items() if getattr(x, "dtype", np.dtype("O")).kind in "bif"]
-    names = [name for name in names if f"_{name}" in final and final[name].ndim == 1]
+    names = [name for name in final if f"_{name}" in final]  # _name marks the environments that have it
+    names = [name for name in names if np.ndim(final[name]) == 1 and final[name].dtype.kind in "biuf"]
     for n in final["_episode"].nonzero()[0]:
         scalars = {f"charts/{name}": float(final[name][n]) for name in names if final[f"_{name}"][n]}
         scalars["charts/episodic_return"] = float(final["episode"]["r"][n])
@@ -328,7 +329,8 @@ class Categorical:
     def __init__(self, logits: Tensor):
         self.logprobs = logits.log_softmax(-1)
 
-    def sample(self) -> Tensor:  # (...), by the Gumbel-max trick: -log of an exponential is a Gumbel variable
+    def sample(self) -> Tensor:
+        """(...), by the Gumbel-max trick: minus the log of an exponential variable is a Gumbel variable."""
         return (self.logprobs - torch.empty_like(self.logprobs).exponential_().log_()).argmax(-1)
 
     def log_prob(self, action: Tensor) -> Tensor:
@@ -778,14 +780,14 @@ def side_by_side(unrolls: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
     # differs from ppo.py: learn() has the loop; here the actors begin and end
-    """Trains and returns the run folder. A signal number in stop ends the run after its iteration, saved."""
+    """Trains; returns the run folder. A signal's number in stop ends it after an iteration, saved."""
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
         atexit.register(torch.distributed.destroy_process_group)
     torch.manual_seed(args.seed)
-    torch.set_flush_denormal(True)  # the moments of dead units fade into numbers that slow the update down
+    torch.set_flush_denormal(True)  # means that fade to almost 0 would slow the update down
     keep_freed_memory()
     actors = Actors(args)
     try:
@@ -838,7 +840,7 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
     replay, num_replayed = None, (args.batch_unrolls - args.new_unrolls) // WORLD_SIZE
     logged, lags, status = first_iteration, [], ""  # iterations up to the last log, and since then
     for iteration in range(first_iteration, args.num_iterations):
-        # Seeding in every iteration leaves no random state to save and resume.
+        # Seeding in every iteration leaves no random state to save. Python salts no hash of integers.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         frac = 1 - iteration / args.num_iterations
         lr.fill_(args.learning_rate * (frac if args.anneal_lr else 1))
@@ -871,9 +873,10 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
 
         # 3. log and save
         scalars = {f"losses/{name}": x.item() for name, x in info.items()}
-        if not np.isfinite(list(scalars.values())).all():
+        if over_processes("MAX", not np.isfinite(list(scalars.values())).all()):  # in any process
             good = f"{run_dir}/checkpoint.pt, of iteration {saved}" if saved else "none"
-            sys.exit(f"iteration {iteration + 1}: {scalars} are not finite; last good checkpoint: {good}")
+            message = f"iteration {iteration + 1}: not finite: {scalars}; last good checkpoint: {good}"
+            sys.exit(message if RANK == 0 else 1)
         signum = int(over_processes("MAX", stop[0] if stop else 0))
         ends = signum or iteration + 1 == args.num_iterations
         if RANK == 0:
@@ -916,7 +919,7 @@ def keep_freed_memory():
 
 
 def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
-    """Makes parameters views of one tensor, and their gradients views of its gradient: a tenth faster."""
+    """Makes parameters views of one tensor, and their gradients views of its gradient."""
     flat = nn.Parameter(torch.cat([x.data.flatten() for x in parameters]))
     flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in parameters]
     for x, part, grad in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
@@ -944,11 +947,11 @@ def average_with_neighbor(flat: Tensor):
 
 
 class StallLimit:
-    """Ends the process if a block within it takes longer than so many seconds, and shows where it hangs."""
+    """Ends the process, and shows where it hangs, if a block within it lasts too long, suspended or not."""
 
     def __init__(self, env_id: str, seconds: int):
         self.seconds, self.began = seconds, np.inf
-        self.message = f"{SCRIPT}.py: error: {env_id}: a step takes longer than {seconds} s"
+        self.message = f"{SCRIPT}.py: error: {env_id}: a step or reset takes longer than {seconds} s"
         threading.Thread(target=self.look, daemon=True).start()
 
     def __enter__(self):
@@ -959,7 +962,8 @@ class StallLimit:
 
     def look(self):
         while time.monotonic() - self.began < self.seconds:
-            # If C code keeps Python's lock, this thread cannot look; faulthandler needs no lock.
+            # If C code keeps Python's lock, this thread cannot look. Then faulthandler's timer, which needs
+            # no lock and is set anew each second, ends the process.
             faulthandler.dump_traceback_later(3 * self.seconds, exit=True, file=2)
             time.sleep(1)
         faulthandler.dump_traceback(file=2)
@@ -1002,7 +1006,7 @@ def evaluate(args: Args) -> list[float]:
 
 def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[FileLock, SummaryWriter, tqdm]:
     """The lock of the run folder, TensorBoard's writer and a progress bar; Weights & Biases with --track."""
-    if args.resume:  # before anything is written to the folder, which a new run does not have yet
+    if args.resume:  # before W&B is told. A new run has no folder yet, and gets none if W&B fails.
         lock(run_dir)
     if args.track:
         start_tracking(args, run_dir)
@@ -1011,7 +1015,7 @@ def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[FileLock,
         run_lock = lock(run_dir)
     except OSError as error:
         fail(f"{run_dir}: {error}")
-    atexit.register(writer.close)  # a crash loses no logs
+    atexit.register(writer.close)  # an exception loses no logs
     writer.add_text("args", "\n".join(f"    {name}: {x}" for name, x in asdict(args).items()))
     style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
     total = args.num_iterations * args.batch_size
@@ -1035,18 +1039,18 @@ def start_tracking(args: Args, run_dir: Path):
     except ImportError as error:
         fail(f"--track: {error}; pip install wandb")
     config = asdict(args) | dict(exp_name=SCRIPT)  # CleanRL's reports group runs by exp_name
-    account = dict(project=args.wandb_project_name, entity=args.wandb_entity)
-    name = dict(id=run_dir.name, name=run_dir.name, group=f"{args.env_id}__{SCRIPT}")
-    labels = dict(tags=[SCRIPT, args.env_id[:64]], config=config)
-    more = dict(resume="allow", sync_tensorboard=True, settings=dict(init_timeout=5))
     try:
-        wandb.init(**account, **name, **labels, **more)
+        wandb.init(
+            project=args.wandb_project_name, entity=args.wandb_entity, id=run_dir.name, name=run_dir.name,
+            group=f"{args.env_id}__{SCRIPT}", tags=[SCRIPT, args.env_id[:64]], config=config, resume="allow",
+            sync_tensorboard=True, settings=dict(init_timeout=10),  # seconds; W&B's own limit is 90
+        )  # fmt: skip
     except wandb.Error as error:
         fail(f"--track: {error}")
 
 
 def log(writer: SummaryWriter, step: int, scalars: dict[str, float]):
-    """Writes scalars in one event, which takes a fifth of add_scalar's time, and leaves out NaN."""
+    """Writes scalars in one event, in a fifth of add_scalar's time, without NaN and infinity."""
     finite = [Summary.Value(tag=name, simple_value=x) for name, x in scalars.items() if np.isfinite(x)]
     writer.file_writer.add_summary(Summary(value=finite), step)
 
@@ -1056,12 +1060,12 @@ def save_checkpoint(run_dir: Path, args: Args, parts: dict, **numbers):
     state = {name: part.state_dict() for name, part in parts.items()} | numbers
     state |= dict(script=SCRIPT, args=asdict(args) | dict(resume=None))
     with open(run_dir / "checkpoint.tmp", "wb") as file:
-        torch.save(state, file)  # given a path instead of a file, it would not say that a disk is full
+        torch.save(state, file)  # torch.save names a full disk only when it writes to a file object
     (run_dir / "checkpoint.tmp").replace(run_dir / "checkpoint.pt")
 
 
 def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[str] = ()) -> dict:
-    """What save_checkpoint() saved, with Args. The parts take on their saved state; numbers must be there."""
+    """What save_checkpoint() saved, with Args. Parts take on their saved state. Numbers must be there."""
     path = Path(run_dir) / "checkpoint.pt"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -1078,7 +1082,7 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[s
 
 
 def stop_at_signals() -> list[int]:
-    """A list to which SIGINT and SIGTERM are appended. A second one ends the process at once."""
+    """A list to which SIGINT and SIGTERM are appended. The second of a kind ends the process at once."""
     stop = []
 
     def append(signum: int, _):

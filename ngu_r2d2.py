@@ -32,7 +32,7 @@ import threading
 import time
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Literal, NoReturn
@@ -52,7 +52,7 @@ from tqdm import tqdm
 
 SCRIPT = Path(__file__).stem
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # of the processes of this machine: each has a GPU
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # rank on this machine; each has a GPU
 
 # === Arguments ===============================================================================
 
@@ -69,9 +69,9 @@ class Args:
     num_envs: int = 16  # parallel environments, divided among torchrun's processes
     num_steps: int = 4  # steps per environment and rollout (T)
     epsilon: float = 0.4  # share of random actions of the first environment; the last has its 8th power
-    stall_seconds: int = 20  # an environment that takes longer for a step ends the run
+    stall_seconds: int = 20  # a step or reset that takes longer ends the run
     eval_epsilon: float = 0.01  # share of random actions in --evaluate, and of Retrace's target policy
-    bootstrap_truncated: bool = True  # add the value of what lies beyond a time limit to the last reward
+    bootstrap_truncated: bool = True  # at a time limit, add gamma * value to the reward
 
     # sequences and their replay
     burn_in: int = 10  # steps that only warm up the LSTM's state
@@ -145,8 +145,9 @@ class Args:
     def __post_init__(self):
         # differs from ppo.py: sequences and their replay
         """Checks the values. tyro reports a ValueError as it reports a wrong flag."""
-        for name, x in vars(self).items():
-            least = 1 if type(x) is int and name not in ("seed", "burn_in") else 0
+        for field in fields(self):
+            name, x = field.name, getattr(self, field.name)
+            least = 1 if field.type is int and name not in ("seed", "burn_in") else 0
             if type(x) in (int, float) and not least <= x < np.inf:
                 raise ValueError(f"{name} cannot be {x}")
         shares = ("epsilon", "eval_epsilon", "cross_mixture", "priority_eta", "retrace_lambda")
@@ -235,7 +236,7 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
         fail(f"--env-id {args.env_id}: {error}")
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
-        fail(f"{args.env_id} acts in {action_space}: try ppo_continuous.py or ppo_multidiscrete.py")
+        fail(f"{args.env_id} acts in {action_space}: try ppo_continuous.py, or Discrete actions from 0")
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
         fail(f"{args.env_id} observes {obs_space}: this script takes vectors and images")
     return envs
@@ -260,8 +261,8 @@ def ended_episodes(info: dict) -> list[dict[str, float]]:
     if "final_info" not in info:
         return []
     final, episodes = info["final_info"], []
-    names = [name for name, x in final.items() if getattr(x, "dtype", np.dtype("O")).kind in "bif"]
-    names = [name for name in names if f"_{name}" in final and final[name].ndim == 1]
+    names = [name for name in final if f"_{name}" in final]  # _name marks the environments that have it
+    names = [name for name in names if np.ndim(final[name]) == 1 and final[name].dtype.kind in "biuf"]
     for n in final["_episode"].nonzero()[0]:
         scalars = {f"charts/{name}": float(final[name][n]) for name in names if final[f"_{name}"][n]}
         scalars["charts/episodic_return"] = float(final["episode"]["r"][n])
@@ -376,7 +377,7 @@ def encoder(kind: str, shape: tuple[int, ...], num_features: int) -> nn.Sequenti
         layers += [conv(64, 64, 3), relu, nn.Flatten()]
     size = nn.Sequential(*layers)(torch.zeros(1, *shape)).numel()
     features = nn.Sequential(*layers, nn.Linear(size, num_features), relu)
-    if kind == "pixels":  # with PyTorch's own weights, Pong's ball moved features by a 35th
+    if kind == "pixels":  # with PyTorch's own weights, Pong's ball hardly moved the features
         for x in features.parameters():
             nn.init.orthogonal_(x, 2**0.5) if x.ndim > 1 else nn.init.zeros_(x)
     return features
@@ -619,7 +620,7 @@ class RunningNorm(nn.Module):
         if not self.training:
             return
         n, mean, total = len(x), x.mean(0), self.count + len(x)
-        delta, var = mean - self.mean, ((x - mean) ** 2).mean(0)  # var() takes ten times as long
+        delta, var = mean - self.mean, ((x - mean) ** 2).mean(0)  # var() is slower
         m2 = self.var * self.count + var * n + delta**2 * self.count * n / total
         self.mean += delta * n / total
         self.var.copy_(m2 / total)
@@ -738,7 +739,7 @@ class Curiosity(nn.Module):
             usual = self.novelties.mean.item()
         novelty /= usual
         # Choice 2: what is as far as usual is worth 1, and nothing is worth more. Without that, the first
-        # steps of an episode were worth 3 to 10, whatever was done.
+        # steps of an episode were worth far more than 1, whatever was done.
         if args.bonus == "calibrated":
             novelty = novelty.clip(max=1)
         self.remember(embedded, np.ones(len(obs), bool))
@@ -946,14 +947,14 @@ class Actor:  # differs from impala_vtrace.py: one group, epsilon-greedy, with n
 @torch.no_grad()  # except in update()
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
     # differs from ppo.py: a replay between acting and updates, two networks and a curiosity
-    """Trains and returns the run folder. A signal number in stop ends the run after its iteration, saved."""
+    """Trains; returns the run folder. A signal's number in stop ends it after an iteration, saved."""
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
         atexit.register(torch.distributed.destroy_process_group)
     torch.manual_seed(args.seed)
-    torch.set_flush_denormal(True)  # the moments of dead units fade into numbers that slow Adam down fivefold
+    torch.set_flush_denormal(True)  # moments that fade to almost 0 would slow Adam down
     keep_freed_memory()
     T, N = args.num_steps, args.num_envs // WORLD_SIZE
     numbers = dict(iteration=0, updates=0, last_returns=[])  # returns of the policy that --evaluate plays
@@ -1020,7 +1021,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     replay.begin(envs.row)
     seen, trained_steps, batch_sequences = [], 0, args.batch_sequences // WORLD_SIZE
     for iteration in range(first_iteration, args.num_iterations):
-        # Seeding in every iteration leaves no random state to save and resume.
+        # Seeding in every iteration leaves no random state to save. Python salts no hash of integers.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         rng = np.random.default_rng((args.seed, iteration, RANK))
         step, episodes, info = iteration * args.batch_size, [], {}
@@ -1052,10 +1053,11 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
 
         # 3. log and save
         scalars = {f"losses/{k}": x.item() for k, x in info.items()}
-        if not np.isfinite([*scalars.values(), *novelty.values()]).all():
+        if over_processes("MAX", not np.isfinite([*scalars.values(), *novelty.values()]).all()):
             good = f"{run_dir}/checkpoint.pt, of iteration {saved}" if saved else "none"
             found = scalars | novelty
-            sys.exit(f"iteration {iteration + 1}: {found} are not finite; last good checkpoint: {good}")
+            message = f"iteration {iteration + 1}: not finite: {found}; last good checkpoint: {good}"
+            sys.exit(message if RANK == 0 else 1)
         of_first = [x["charts/episodic_return"] for _, policy, x in episodes if policy == 0]
         last_returns = (last_returns + of_first)[-100:]
         signum = int(over_processes("MAX", stop[0] if stop else 0))
@@ -1098,7 +1100,7 @@ def keep_freed_memory():
 
 
 def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
-    """Makes parameters views of one tensor, and their gradients views of its gradient: a tenth faster."""
+    """Makes parameters views of one tensor, and their gradients views of its gradient."""
     flat = nn.Parameter(torch.cat([x.data.flatten() for x in parameters]))
     flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in parameters]
     for x, part, grad in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
@@ -1116,11 +1118,11 @@ def over_processes(operation: str, x: float | Tensor) -> float:
 
 
 class StallLimit:
-    """Ends the process if a block within it takes longer than so many seconds, and shows where it hangs."""
+    """Ends the process, and shows where it hangs, if a block within it lasts too long, suspended or not."""
 
     def __init__(self, env_id: str, seconds: int):
         self.seconds, self.began = seconds, np.inf
-        self.message = f"{SCRIPT}.py: error: {env_id}: a step takes longer than {seconds} s"
+        self.message = f"{SCRIPT}.py: error: {env_id}: a step or reset takes longer than {seconds} s"
         threading.Thread(target=self.look, daemon=True).start()
 
     def __enter__(self):
@@ -1131,7 +1133,8 @@ class StallLimit:
 
     def look(self):
         while time.monotonic() - self.began < self.seconds:
-            # If C code keeps Python's lock, this thread cannot look; faulthandler needs no lock.
+            # If C code keeps Python's lock, this thread cannot look. Then faulthandler's timer, which needs
+            # no lock and is set anew each second, ends the process.
             faulthandler.dump_traceback_later(3 * self.seconds, exit=True, file=2)
             time.sleep(1)
         faulthandler.dump_traceback(file=2)
@@ -1165,7 +1168,7 @@ def evaluate(args: Args) -> list[float]:
 
 def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[FileLock, SummaryWriter, tqdm]:
     """The lock of the run folder, TensorBoard's writer and a progress bar; Weights & Biases with --track."""
-    if args.resume:  # before anything is written to the folder, which a new run does not have yet
+    if args.resume:  # before W&B is told. A new run has no folder yet, and gets none if W&B fails.
         lock(run_dir)
     if args.track:
         start_tracking(args, run_dir)
@@ -1174,7 +1177,7 @@ def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[FileLock,
         run_lock = lock(run_dir)
     except OSError as error:
         fail(f"{run_dir}: {error}")
-    atexit.register(writer.close)  # a crash loses no logs
+    atexit.register(writer.close)  # an exception loses no logs
     writer.add_text("args", "\n".join(f"    {name}: {x}" for name, x in asdict(args).items()))
     style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
     total = args.num_iterations * args.batch_size
@@ -1198,18 +1201,18 @@ def start_tracking(args: Args, run_dir: Path):
     except ImportError as error:
         fail(f"--track: {error}; pip install wandb")
     config = asdict(args) | dict(exp_name=SCRIPT)  # CleanRL's reports group runs by exp_name
-    account = dict(project=args.wandb_project_name, entity=args.wandb_entity)
-    name = dict(id=run_dir.name, name=run_dir.name, group=f"{args.env_id}__{SCRIPT}")
-    labels = dict(tags=[SCRIPT, args.env_id[:64]], config=config)
-    more = dict(resume="allow", sync_tensorboard=True, settings=dict(init_timeout=5))
     try:
-        wandb.init(**account, **name, **labels, **more)
+        wandb.init(
+            project=args.wandb_project_name, entity=args.wandb_entity, id=run_dir.name, name=run_dir.name,
+            group=f"{args.env_id}__{SCRIPT}", tags=[SCRIPT, args.env_id[:64]], config=config, resume="allow",
+            sync_tensorboard=True, settings=dict(init_timeout=10),  # seconds; W&B's own limit is 90
+        )  # fmt: skip
     except wandb.Error as error:
         fail(f"--track: {error}")
 
 
 def log(writer: SummaryWriter, step: int, scalars: dict[str, float]):
-    """Writes scalars in one event, which takes a fifth of add_scalar's time, and leaves out NaN."""
+    """Writes scalars in one event, in a fifth of add_scalar's time, without NaN and infinity."""
     finite = [Summary.Value(tag=name, simple_value=x) for name, x in scalars.items() if np.isfinite(x)]
     writer.file_writer.add_summary(Summary(value=finite), step)
 
@@ -1219,12 +1222,12 @@ def save_checkpoint(run_dir: Path, args: Args, parts: dict, **numbers):
     state = {name: part.state_dict() for name, part in parts.items()} | numbers
     state |= dict(script=SCRIPT, args=asdict(args) | dict(resume=None))
     with open(run_dir / "checkpoint.tmp", "wb") as file:
-        torch.save(state, file)  # given a path instead of a file, it would not say that a disk is full
+        torch.save(state, file)  # torch.save names a full disk only when it writes to a file object
     (run_dir / "checkpoint.tmp").replace(run_dir / "checkpoint.pt")
 
 
 def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[str] = ()) -> dict:
-    """What save_checkpoint() saved, with Args. The parts take on their saved state; numbers must be there."""
+    """What save_checkpoint() saved, with Args. Parts take on their saved state. Numbers must be there."""
     path = Path(run_dir) / "checkpoint.pt"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -1241,7 +1244,7 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[s
 
 
 def stop_at_signals() -> list[int]:
-    """A list to which SIGINT and SIGTERM are appended. A second one ends the process at once."""
+    """A list to which SIGINT and SIGTERM are appended. The second of a kind ends the process at once."""
     stop = []
 
     def append(signum: int, _):

@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Literal, NoReturn
@@ -45,7 +45,7 @@ from tqdm import tqdm
 
 SCRIPT = Path(__file__).stem
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # of the processes of this machine: each has a GPU
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # rank on this machine; each has a GPU
 
 # === Arguments ===============================================================================
 
@@ -59,10 +59,10 @@ class Args:
     # rollout
     num_envs: int = 4  # parallel environments, divided among torchrun's processes
     num_steps: int = 128  # steps per environment and rollout (T)
-    stall_seconds: int = 20  # an environment that takes longer for a step ends the run
+    stall_seconds: int = 20  # a step or reset that takes longer ends the run
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # GAE: 0 is the one-step advantage, 1 is Monte Carlo
-    bootstrap_truncated: bool = False  # add the value of what lies beyond a time limit to the last reward
+    bootstrap_truncated: bool = False  # at a time limit, add gamma * value to the reward
 
     # update
     learning_rate: float = 2.5e-4  # Adam's, before annealing
@@ -100,8 +100,9 @@ class Args:
 
     def __post_init__(self):
         """Checks the values. tyro reports a ValueError as it reports a wrong flag."""
-        for name, x in vars(self).items():
-            least = 1 if type(x) is int and name != "seed" else 0
+        for field in fields(self):
+            name, x = field.name, getattr(self, field.name)
+            least = 1 if field.type is int and name != "seed" else 0
             if type(x) in (int, float) and not least <= x < np.inf:
                 raise ValueError(f"{name} cannot be {x}")
         minibatch_size, rest = divmod(self.batch_size // WORLD_SIZE, self.num_minibatches)
@@ -112,7 +113,7 @@ class Args:
             "gamma and gae_lambda must be at most 1": max(self.gamma, self.gae_lambda) <= 1,
             "total_timesteps must be at least num_envs * num_steps": self.num_iterations >= 1,
             f"the {WORLD_SIZE} processes of torchrun must divide num_envs": self.num_envs % WORLD_SIZE == 0,
-            "num_minibatches must divide num_envs * num_steps": rest == 0,
+            "num_minibatches must divide num_envs * num_steps / processes": rest == 0,
             "a minibatch must hold more than one step": minibatch_size != 1,
         }
         for rule, is_kept in rules.items():
@@ -159,13 +160,13 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
         return gym.wrappers.RecordEpisodeStatistics(env)
 
     same_step = gym.vector.AutoresetMode.SAME_STEP
-    try:  # detail 1: vectorized architecture. AsyncVectorEnv steps slow environments in processes.
+    try:  # detail 1: vectorized architecture. Slow environments gain from AsyncVectorEnv.
         envs = gym.vector.SyncVectorEnv([make] * num_envs, copy=False, autoreset_mode=same_step)
     except (gym.error.Error, ImportError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
-        fail(f"{args.env_id} acts in {action_space}: try ppo_continuous.py or ppo_multidiscrete.py")
+        fail(f"{args.env_id} acts in {action_space}: try ppo_continuous.py, or Discrete actions from 0")
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
         fail(f"{args.env_id} observes {obs_space}: ppo_atari.py takes Atari games, this script vectors")
     return envs
@@ -176,8 +177,8 @@ def ended_episodes(info: dict) -> list[dict[str, float]]:
     if "final_info" not in info:
         return []
     final, episodes = info["final_info"], []
-    names = [name for name, x in final.items() if getattr(x, "dtype", np.dtype("O")).kind in "bif"]
-    names = [name for name in names if f"_{name}" in final and final[name].ndim == 1]
+    names = [name for name in final if f"_{name}" in final]  # _name marks the environments that have it
+    names = [name for name in names if np.ndim(final[name]) == 1 and final[name].dtype.kind in "biuf"]
     for n in final["_episode"].nonzero()[0]:
         scalars = {f"charts/{name}": float(final[name][n]) for name in names if final[f"_{name}"][n]}
         scalars["charts/episodic_return"] = float(final["episode"]["r"][n])
@@ -195,7 +196,8 @@ class Categorical:
     def __init__(self, logits: Tensor):
         self.logprobs = logits.log_softmax(-1)
 
-    def sample(self) -> Tensor:  # (...), by the Gumbel-max trick: -log of an exponential is a Gumbel variable
+    def sample(self) -> Tensor:
+        """(...), by the Gumbel-max trick: minus the log of an exponential variable is a Gumbel variable."""
         return (self.logprobs - torch.empty_like(self.logprobs).exponential_().log_()).argmax(-1)
 
     def log_prob(self, action: Tensor) -> Tensor:
@@ -233,7 +235,7 @@ class Agent(nn.Module):
         return Categorical(self.actor(x)), self.critic(x).squeeze(-1)
 
     def actor_in_numpy(self) -> Callable[[np.ndarray], np.ndarray]:
-        """Logits of forward(), to act by: for the few numbers of a step, PyTorch takes four times as long."""
+        """Makes logits as forward() does, to act by: for the few numbers of a step, PyTorch is slower."""
         w1, b1, w2, b2, w3, b3 = (x.detach().cpu().numpy().T for x in self.actor.parameters())
         return lambda obs: np.tanh(np.tanh(obs @ w1 + b1) @ w2 + b2) @ w3 + b3
 
@@ -283,7 +285,7 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args:
 
 @torch.no_grad()  # except in update()
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
-    """Trains and returns the run folder. A signal number in stop ends the run after its iteration, saved."""
+    """Trains; returns the run folder. A signal's number in stop ends it after an iteration, saved."""
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
@@ -291,13 +293,13 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         atexit.register(torch.distributed.destroy_process_group)
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # the networks are small: a second thread only costs
-    torch.set_flush_denormal(True)  # the moments of dead units fade into numbers that slow Adam down fivefold
+    torch.set_flush_denormal(True)  # moments that fade to almost 0 would slow Adam down
     T, N = args.num_steps, args.num_envs // WORLD_SIZE
     envs = make_env(args, N)
     agent = Agent(envs).to(args.device)
     flat = flatten(list(agent.parameters()))
     lr = torch.tensor(args.learning_rate, device=args.device)  # a tensor, or annealing would recompile
-    clip = torch.tensor(args.clip_coef, device=args.device)  # a tensor, too
+    clip = torch.tensor(args.clip_coef, device=args.device)  # for the same reason
     is_graph = args.compile and args.device == "cuda" and WORLD_SIZE == 1  # NCCL in a graph is untried
     # detail 3: Adam's epsilon
     optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True, capturable=is_graph)
@@ -305,7 +307,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")
     run_dir = Path(args.resume or f"runs/{run_name}")
     parts = dict(agent=agent, optimizer=optimizer)  # a checkpoint holds the state of each
-    saved, last_returns = 0, []  # iterations in the last checkpoint, returns of the last 100 episodes
+    saved, last_returns = 0, []  # iterations in the last checkpoint, last 100 returns of this process
     if args.resume:
         checkpoint = load_checkpoint(args.resume, parts, ("iteration", "last_returns"))
         saved, last_returns = checkpoint["iteration"], checkpoint["last_returns"]
@@ -336,10 +338,10 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     actions = np.zeros((T, *envs.action_space.shape), envs.action_space.dtype)
     rewards, dones = np.zeros((2, T, N), np.float32)
     stall_limit = StallLimit(args.env_id, args.stall_seconds)
-    with stall_limit:  # a resumed run begins new episodes
-        next_obs, _ = envs.reset(seed=args.seed + first_step + RANK * N)
+    with stall_limit:
+        next_obs, _ = envs.reset(seed=args.seed + first_step + RANK * N)  # resumed: new episodes
     for iteration in range(first_iteration, args.num_iterations):
-        # Seeding in every iteration leaves no random state to save and resume.
+        # Seeding in every iteration leaves no random state to save. Python salts no hash of integers.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         frac = 1 - iteration / args.num_iterations  # detail 4: learning rate annealing
         optimizer.param_groups[0]["lr"].fill_(args.learning_rate * (frac if args.anneal_lr else 1))
@@ -387,9 +389,10 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
 
         # 4. log and save
         scalars = {f"losses/{name}": x.item() for name, x in losses.items()}
-        if not np.isfinite(list(scalars.values())).all():
+        if over_processes("MAX", not np.isfinite(list(scalars.values())).all()):  # in any process
             good = f"{run_dir}/checkpoint.pt, of iteration {saved}" if saved else "none"
-            sys.exit(f"iteration {iteration + 1}: {scalars} are not finite; last good checkpoint: {good}")
+            message = f"iteration {iteration + 1}: not finite: {scalars}; last good checkpoint: {good}"
+            sys.exit(message if RANK == 0 else 1)
         scalars["losses/clipfrac"] = torch.stack(clipfracs).mean().item()
         scalars["losses/explained_variance"] = 1 - (batch["advantages"].var() / batch["returns"].var()).item()
         scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
@@ -419,8 +422,9 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
 class Graph:
     """A function of a GPU's tensors as a CUDA graph, which launches all of its kernels at once.
 
-    Whatever else the function reads stays as it was when it was captured, and a call overwrites what the last
-    one returned. The first calls run as they are: code is compiled, and Adam makes its moments.
+    Other tensors that the function reads may change in place; Python's numbers stay as they were when it was
+    captured. A call overwrites what the last one returned. The first calls run as they are: code is compiled,
+    and Adam makes its moments.
     """
 
     def __init__(self, function: Callable):
@@ -445,7 +449,7 @@ class Graph:
 
 
 def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
-    """Makes parameters views of one tensor, and their gradients views of its gradient: a tenth faster."""
+    """Makes parameters views of one tensor, and their gradients views of its gradient."""
     flat = nn.Parameter(torch.cat([x.data.flatten() for x in parameters]))
     flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in parameters]
     for x, part, grad in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
@@ -463,11 +467,11 @@ def over_processes(operation: str, x: float | Tensor) -> float:
 
 
 class StallLimit:
-    """Ends the process if a block within it takes longer than so many seconds, and shows where it hangs."""
+    """Ends the process, and shows where it hangs, if a block within it lasts too long, suspended or not."""
 
     def __init__(self, env_id: str, seconds: int):
         self.seconds, self.began = seconds, np.inf
-        self.message = f"{SCRIPT}.py: error: {env_id}: a step takes longer than {seconds} s"
+        self.message = f"{SCRIPT}.py: error: {env_id}: a step or reset takes longer than {seconds} s"
         threading.Thread(target=self.look, daemon=True).start()
 
     def __enter__(self):
@@ -478,7 +482,8 @@ class StallLimit:
 
     def look(self):
         while time.monotonic() - self.began < self.seconds:
-            # If C code keeps Python's lock, this thread cannot look; faulthandler needs no lock.
+            # If C code keeps Python's lock, this thread cannot look. Then faulthandler's timer, which needs
+            # no lock and is set anew each second, ends the process.
             faulthandler.dump_traceback_later(3 * self.seconds, exit=True, file=2)
             time.sleep(1)
         faulthandler.dump_traceback(file=2)
@@ -510,7 +515,7 @@ def evaluate(args: Args) -> list[float]:
 
 def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[FileLock, SummaryWriter, tqdm]:
     """The lock of the run folder, TensorBoard's writer and a progress bar; Weights & Biases with --track."""
-    if args.resume:  # before anything is written to the folder, which a new run does not have yet
+    if args.resume:  # before W&B is told. A new run has no folder yet, and gets none if W&B fails.
         lock(run_dir)
     if args.track:
         start_tracking(args, run_dir)
@@ -519,7 +524,7 @@ def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[FileLock,
         run_lock = lock(run_dir)
     except OSError as error:
         fail(f"{run_dir}: {error}")
-    atexit.register(writer.close)  # a crash loses no logs
+    atexit.register(writer.close)  # an exception loses no logs
     writer.add_text("args", "\n".join(f"    {name}: {x}" for name, x in asdict(args).items()))
     style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
     total = args.num_iterations * args.batch_size
@@ -543,18 +548,18 @@ def start_tracking(args: Args, run_dir: Path):
     except ImportError as error:
         fail(f"--track: {error}; pip install wandb")
     config = asdict(args) | dict(exp_name=SCRIPT)  # CleanRL's reports group runs by exp_name
-    account = dict(project=args.wandb_project_name, entity=args.wandb_entity)
-    name = dict(id=run_dir.name, name=run_dir.name, group=f"{args.env_id}__{SCRIPT}")
-    labels = dict(tags=[SCRIPT, args.env_id[:64]], config=config)
-    more = dict(resume="allow", sync_tensorboard=True, settings=dict(init_timeout=5))
     try:
-        wandb.init(**account, **name, **labels, **more)
+        wandb.init(
+            project=args.wandb_project_name, entity=args.wandb_entity, id=run_dir.name, name=run_dir.name,
+            group=f"{args.env_id}__{SCRIPT}", tags=[SCRIPT, args.env_id[:64]], config=config, resume="allow",
+            sync_tensorboard=True, settings=dict(init_timeout=10),  # seconds; W&B's own limit is 90
+        )  # fmt: skip
     except wandb.Error as error:
         fail(f"--track: {error}")
 
 
 def log(writer: SummaryWriter, step: int, scalars: dict[str, float]):
-    """Writes scalars in one event, which takes a fifth of add_scalar's time, and leaves out NaN."""
+    """Writes scalars in one event, in a fifth of add_scalar's time, without NaN and infinity."""
     finite = [Summary.Value(tag=name, simple_value=x) for name, x in scalars.items() if np.isfinite(x)]
     writer.file_writer.add_summary(Summary(value=finite), step)
 
@@ -564,12 +569,12 @@ def save_checkpoint(run_dir: Path, args: Args, parts: dict, **numbers):
     state = {name: part.state_dict() for name, part in parts.items()} | numbers
     state |= dict(script=SCRIPT, args=asdict(args) | dict(resume=None))
     with open(run_dir / "checkpoint.tmp", "wb") as file:
-        torch.save(state, file)  # given a path instead of a file, it would not say that a disk is full
+        torch.save(state, file)  # torch.save names a full disk only when it writes to a file object
     (run_dir / "checkpoint.tmp").replace(run_dir / "checkpoint.pt")
 
 
 def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[str] = ()) -> dict:
-    """What save_checkpoint() saved, with Args. The parts take on their saved state; numbers must be there."""
+    """What save_checkpoint() saved, with Args. Parts take on their saved state. Numbers must be there."""
     path = Path(run_dir) / "checkpoint.pt"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -586,7 +591,7 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[s
 
 
 def stop_at_signals() -> list[int]:
-    """A list to which SIGINT and SIGTERM are appended. A second one ends the process at once."""
+    """A list to which SIGINT and SIGTERM are appended. The second of a kind ends the process at once."""
     stop = []
 
     def append(signum: int, _):

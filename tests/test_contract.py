@@ -380,12 +380,34 @@ def test_non_finite_loss_stops_the_run(vector_script):
     with pytest.raises(SystemExit) as end:
         vector_script.train(args)
     (run_dir,) = Path("runs").iterdir()
-    assert re.search(f"iteration 3: .* not finite; .*{run_dir}/checkpoint.pt, of iteration 2", end.value.code)
+    assert re.search(f"iteration 3: not finite: .*{run_dir}/checkpoint.pt, of iteration 2", end.value.code)
     state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
     assert state["iteration"] == 2 and len(state["agent"]) == 12
     assert all(x.isfinite().all() for x in state["agent"].values())
     with pytest.raises(SystemExit, match="last good checkpoint: none"):
         vector_script.train(small_args(vector_script, env_id="NanReward-v0", total_timesteps=640))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_non_finite_loss_of_another_process_stops_the_run(script, rank, monkeypatch):
+    """All processes end in one iteration. The first one saves, and so knows the last good checkpoint."""
+    original = script.over_processes
+
+    def over_processes(operation, x):
+        if x is not False:  # of whether its own losses are not finite
+            return original(operation, x)
+        monkeypatch.setattr(script, "RANK", rank)
+        return 1.0
+
+    monkeypatch.setattr(script, "over_processes", over_processes)
+    with pytest.raises(SystemExit) as end:
+        script.train(small_args(script))
+    assert "last good checkpoint: none" in end.value.code if rank == 0 else end.value.code == 1
+
+
+def test_a_float_may_be_given_as_an_integer(script):
+    """From Python, where tyro makes no float of it: 0 is no count here, and no reason to refuse it."""
+    assert script.Args(learning_rate=0).learning_rate == 0
 
 
 def test_crash_in_an_environment_is_shown_and_ends_the_run(vector_script):
@@ -586,6 +608,7 @@ def test_numbers_that_an_environment_reports_are_logged(script):
     assert [step for step, _ in successes] == [step for step, _ in returns] and len(returns) > 20
     assert {x for _, x in successes} == {0.0, 1.0}
     assert {x for _, x in scalars(run_dir, "charts/distance")} == {2.5}
+    assert {x for _, x in scalars(run_dir, "charts/level")} == {3}
     assert 0 < len(scalars(run_dir, "charts/sometimes")) < len(returns)
     tags = EventAccumulator(str(run_dir)).Reload().Tags()["scalars"]
     assert not {"charts/place", "charts/name", "charts/episode"} & {*tags}

@@ -406,8 +406,8 @@ def minibatch_of_one_step(script):
 # === Environments ============================================================================
 
 UNHARMED = 0, r"(?s)\A(?!.*Warning)"
-NOT_FINITE = 1, r"(?m)^iteration [2-6]: \{.*\} are not finite; last good checkpoint: \S+, of iteration [1-5]$"
-STALLS = 1, r'(?s)(?=.*error: \S+: a step takes longer than 1 s\n).*probes.py", line \d+ in '
+NOT_FINITE = 1, r"(?m)^iteration [2-6]: not finite: \{.*\}; last good checkpoint: \S+, of iteration [1-5]$"
+STALLS = 1, r'(?s)(?=.*error: \S+: a step or reset takes longer than 1 s\n).*probes.py", line \d+ in '
 ENDS = {  # exit code and words
     "raises": (1, "(?s)Traceback.*probes.py.*ZeroDivisionError: the environment's own mistake"),
     "hangs": STALLS,
