@@ -295,6 +295,15 @@ def test_rows_without_a_word():
     assert compare.line_of(row, None, {})[-2] == "not run"
 
 
+def test_a_curve_that_ends_early_says_where_and_judges_nothing(monkeypatch):
+    points = np.array([(0.0, 0.0, 1.0, 3.0), (600_000.0, 18.0, 1.0, 3.0)])
+    monkeypatch.setattr(compare, "curves", lambda: {("curve", "Task-v0"): points})
+    target = Target("they", "Task-v0", curve="curve")
+    inside, beyond = compare.published(target, 300_000, True), compare.published(target, 1_000_000, True)
+    assert (inside.mean, inside.spread, inside.by) == (9, 1, "they")
+    assert (beyond.mean, beyond.error, beyond.by) == (18, None, "they, at 0.6M")
+
+
 def test_the_highest_published_mean_judges():
     targets = [Target("low", "CartPole-v1", 300.0, 6.0, 3), Target("high", "CartPole-v1", 490.0, 6.0, 3)]
     targets.append(Target("single", "CartPole-v1", 500.0, runs=1))
@@ -333,7 +342,7 @@ def test_a_run_that_was_cut_stands_beside_the_beginning_of_the_curve():
     step, mean, band, _ = compare.curves()["ppo_atari.py(blog)", row.env_id][20]
     assert step < 0.3 * row.steps
     line = compare.line_of(row, result((mean,), steps=step, row=row), {})
-    assert line[6].endswith(f"; {compare.number(mean)} ± {compare.number(band)} (the blog, 3 runs)")
+    assert f"; {compare.number(mean)} ± {compare.number(band)} (the blog, 3 runs); " in line[6]
     assert "CleanRL" not in line[6] and re.fullmatch(r"cut at 2(\.\d)?M", line[-2])
     assert line[2].endswith(" of 10M")
 

@@ -67,18 +67,20 @@ def test_a_worse_script_is_found_as_often_as_the_page_says():
     """One published deviation, of 10 % of the mean. One that is as good is seldom called lower."""
     page = (ROOT / "benchmark/RESULTS.md").read_text()
     said = re.findall(
-        r"(\d+) % of the time with (\d+)\s+seeds against (\d+) runs", page.partition("two deviations")[0]
+        r"(\d+) % of the time with (\d+) seeds\s+against (\d+) runs", page.partition("two deviations")[0]
     )
     assert len(said) == 4
     for percent, seeds, runs in said:
         share = words(int(seeds), shift=-1, runs=int(runs))["lower"]
         assert abs(100 * share - int(percent)) < 2, (share, seeds, runs)
         assert words(int(seeds), runs=int(runs)).get("lower", 0) < 0.04
-    (held,) = re.findall(r"holds the true difference (\d+) % of the time with 10 seeds against 3", page)
+    (held,) = re.findall(r"holds the true difference (\d+) % of\s+the time with 10 seeds against 3", page)
     _, low, high = trials(10).T
     assert abs(100 * ((low <= 0) & (high >= 0)).mean() - int(held)) < 1
     (two,) = re.findall(r"two deviations worse is found (\d+) % of\s+the time with 10 seeds", page)
     assert abs(100 * words(10, shift=-2)["lower"] - int(two)) < 2
+    (alike,) = re.findall(r"1 % of the mean, .* is\s+called equal (\d+) % of\s+the time", page, re.DOTALL)
+    assert abs(100 * words(10, shift=-2, spread=0.01)["equal"] - int(alike)) < 2
 
 
 def test_words():
