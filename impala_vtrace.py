@@ -37,6 +37,7 @@ from itertools import pairwise
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Literal, NoReturn
+from zipfile import BadZipFile, ZipFile
 
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # PyTorch's idle threads sleep and leave emulators the cores
 
@@ -147,7 +148,7 @@ class Args:
         rules = {
             "give --resume or --evaluate, not both": not (self.resume and self.evaluate),
             "--capture-video records the episodes of --evaluate": self.evaluate or not self.capture_video,
-            "seed must be below 2**31": self.seed < 2**31,
+            "seed + steps must be below 2**31": self.seed + self.total_timesteps + self.num_envs < 2**31,
             "gamma and vtrace_lambda must be at most 1": max(self.gamma, self.vtrace_lambda) <= 1,
             "--env-id needs at least one id": all(self.env_ids),
             "replay_fraction must be below 1: new unrolls keep the replay alive": self.replay_fraction < 1,
@@ -172,10 +173,10 @@ def parse_args() -> Args:
     parser.add_argument("--resume")
     parser.add_argument("--evaluate")
     run, _ = parser.parse_known_args()
-    if not (run.resume or run.evaluate):
+    if run.resume is None and run.evaluate is None:
         args = tyro.cli(Args)
     else:
-        saved = load_checkpoint(run.resume or run.evaluate)["args"]
+        saved = load_checkpoint(run.resume if run.evaluate is None else run.evaluate)["args"]
         args = tyro.cli(Args, default=saved)
         for name in ("env_id", "seed", "num_envs", "num_steps") if args.resume else ():
             if getattr(args, name) != getattr(saved, name):
@@ -1006,11 +1007,11 @@ def evaluate(args: Args) -> list[float]:
 
 def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[FileLock, SummaryWriter, tqdm]:
     """The lock of the run folder, TensorBoard's writer and a progress bar; Weights & Biases with --track."""
-    if args.resume:  # before W&B is told. A new run has no folder yet, and gets none if W&B fails.
-        lock(run_dir)
-    if args.track:
-        start_tracking(args, run_dir)
     try:
+        if args.resume:  # before W&B is told. A new run has no folder yet, and gets none if W&B fails.
+            lock(run_dir)
+        if args.track:
+            start_tracking(args, run_dir)
         writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
         run_lock = lock(run_dir)
     except OSError as error:
@@ -1068,13 +1069,15 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[s
     """What save_checkpoint() saved, with Args. Parts take on their saved state. Numbers must be there."""
     path = Path(run_dir) / "checkpoint.pt"
     try:
+        if damaged := ZipFile(path).testzip():  # torch.load compares no checksums
+            raise ValueError(f"{damaged} is damaged")
         state = torch.load(path, map_location="cpu", weights_only=True)
         if state["script"] != SCRIPT:
             fail(f"{path} is a checkpoint of {state['script']}.py")
         for name, part in (parts or {}).items():
             part.load_state_dict(state[name])
         return state | dict(args=Args(**state["args"])) | {name: state[name] for name in numbers}
-    except (OSError, EOFError, RuntimeError, LookupError, TypeError, ValueError, UnpicklingError) as error:
+    except (OSError, BadZipFile, RuntimeError, LookupError, TypeError, ValueError, UnpicklingError) as error:
         fail(f"{path} cannot be loaded with these flags and this {SCRIPT}.py: {error!r:.150}")
 
 

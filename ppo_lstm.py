@@ -33,6 +33,7 @@ from itertools import pairwise
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Literal, NoReturn
+from zipfile import BadZipFile, ZipFile
 
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # PyTorch's idle threads sleep and leave emulators the cores
 
@@ -118,7 +119,7 @@ class Args:
         rules = {
             "give --resume or --evaluate, not both": not (self.resume and self.evaluate),
             "--capture-video records the episodes of --evaluate": self.evaluate or not self.capture_video,
-            "seed must be below 2**31": self.seed < 2**31,
+            "seed + steps must be below 2**31": self.seed + self.total_timesteps + self.num_envs < 2**31,
             "gamma and gae_lambda must be at most 1": max(self.gamma, self.gae_lambda) <= 1,
             "total_timesteps must be at least num_envs * num_steps": self.num_iterations >= 1,
             f"the {WORLD_SIZE} processes of torchrun must divide num_envs": self.num_envs % WORLD_SIZE == 0,
@@ -142,10 +143,10 @@ def parse_args() -> Args:
     parser.add_argument("--resume")
     parser.add_argument("--evaluate")
     run, _ = parser.parse_known_args()
-    if not (run.resume or run.evaluate):
+    if run.resume is None and run.evaluate is None:
         args = tyro.cli(Args)
     else:
-        saved = load_checkpoint(run.resume or run.evaluate)["args"]
+        saved = load_checkpoint(run.resume if run.evaluate is None else run.evaluate)["args"]
         args = tyro.cli(Args, default=saved)
         for name in ("env_id", "seed", "num_envs", "num_steps") if args.resume else ():
             if getattr(args, name) != getattr(saved, name):
@@ -721,11 +722,11 @@ def evaluate(args: Args) -> list[float]:
 
 def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[FileLock, SummaryWriter, tqdm]:
     """The lock of the run folder, TensorBoard's writer and a progress bar; Weights & Biases with --track."""
-    if args.resume:  # before W&B is told. A new run has no folder yet, and gets none if W&B fails.
-        lock(run_dir)
-    if args.track:
-        start_tracking(args, run_dir)
     try:
+        if args.resume:  # before W&B is told. A new run has no folder yet, and gets none if W&B fails.
+            lock(run_dir)
+        if args.track:
+            start_tracking(args, run_dir)
         writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
         run_lock = lock(run_dir)
     except OSError as error:
@@ -783,13 +784,15 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[s
     """What save_checkpoint() saved, with Args. Parts take on their saved state. Numbers must be there."""
     path = Path(run_dir) / "checkpoint.pt"
     try:
+        if damaged := ZipFile(path).testzip():  # torch.load compares no checksums
+            raise ValueError(f"{damaged} is damaged")
         state = torch.load(path, map_location="cpu", weights_only=True)
         if state["script"] != SCRIPT:
             fail(f"{path} is a checkpoint of {state['script']}.py")
         for name, part in (parts or {}).items():
             part.load_state_dict(state[name])
         return state | dict(args=Args(**state["args"])) | {name: state[name] for name in numbers}
-    except (OSError, EOFError, RuntimeError, LookupError, TypeError, ValueError, UnpicklingError) as error:
+    except (OSError, BadZipFile, RuntimeError, LookupError, TypeError, ValueError, UnpicklingError) as error:
         fail(f"{path} cannot be loaded with these flags and this {SCRIPT}.py: {error!r:.150}")
 
 

@@ -243,10 +243,10 @@ def flags_line(rows: list[Row]) -> str:
     return "\n".join(said)
 
 
-def section(suite: str, results: list[tuple[Row, Result | None]]) -> str:
-    """Of RESULTS.md: the table, what its rows have in common, and the figure."""
+def section(suite: str, results: list[tuple[Row, Result | None]], folder: Path | str = "results") -> str:
+    """Of RESULTS.md: the table, what its rows have in common, and the figure in a folder of results."""
     parts = [markdown(table(results)), flags_line([row for row, _ in results])]
-    parts += [f"![{suite}](results/{suite}/curves.png)"] if any(result for _, result in results) else []
+    parts += [f"![{suite}]({folder}/{suite}/curves.png)"] if any(result for _, result in results) else []
     return "\n\n".join(filter(None, parts))
 
 
@@ -333,7 +333,7 @@ def main():
     results = {suite: [(row, load(suite, row, args)) for row in SUITES[suite]] for suite in SUITES}
     is_lower = False
     for suite in args.suites:
-        print(f"\n{suite}\n\n{section(suite, results[suite])}")
+        print(f"\n{suite}\n\n{section(suite, results[suite], args.results)}")
         for row, result in results[suite] if args.reach is not None else ():
             if result:
                 steps = ", ".join(f"{step:.0f}" for step in result.first(args.reach))

@@ -325,6 +325,9 @@ def seed_list(text: str) -> list[int]:
 def check_flags(flags: str):
     if flags.strip() and not flags.strip().startswith("--"):
         fail(f"--flags {flags!r}: write them as for a script, such as --flags='--learning-rate 1e-3'")
+    names = {word[2:].partition("=")[0].replace("_", "-") for word in flags.split() if word.startswith("--")}
+    if taken := sorted(names & {"env-id", "seed", "resume", "evaluate"}):
+        fail(f"--flags: task, seed and run folder are run.py's own to give, not --{taken[0]}")
 
 
 def planned(args: Args) -> list[tuple[Row, int]]:

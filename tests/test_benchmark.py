@@ -217,6 +217,8 @@ def test_stop_at_ends_a_run_early_on_its_full_schedule_and_a_higher_one_continue
         (["--workers", "0"], "workers cannot be 0"),
         (["--stop-at", "0"], "stop_at cannot be 0"),
         (["--flags", "learning-rate 0"], "--flags 'learning-rate 0': write them as for a script"),
+        (["--flags=--seed 7"], "--flags: task, seed and run folder are run.py's own to give, not --seed"),
+        (["--flags=--env_id=Acrobot-v1"], "--flags: task, seed and run folder are run.py's own to give"),
         (["--flags=" + " ".join(f"--flag-{k} {k}" for k in range(30))], "CartPole-v1__ppo__flag-0=0"),
     ],
 )

@@ -78,7 +78,8 @@ MISTAKES = [
     ("--learning-rate inf", "learning_rate cannot be inf"),
     ("--gamma 1.5", r"gamma and \w+_lambda must be at most 1"),
     ("--seed -1", "seed cannot be -1"),
-    ("--seed 3000000000", "seed must be below"),
+    ("--seed 3000000000", r"seed \+ steps must be below"),
+    ("--seed 2147483647", r"seed \+ steps must be below"),
     ("--total-timesteps 50", "total_timesteps must be at least"),
     ("--gamma-max 1", "gamma_max and gamma_min must be below 1"),
     ("--period 61", "period must be at most unroll"),
@@ -152,7 +153,9 @@ def test_checkpoints_that_are_none(script, monkeypatch, capsys):
     capsys.readouterr()
     good = (run_dir / "checkpoint.pt").read_bytes()
     before = sorted(Path().rglob("*"))
-    for bad in (good[: len(good) // 2], good[:-200], b"", b"no checkpoint"):
+    middle = len(good) // 2
+    flipped = good[:middle] + bytes(255 - x for x in good[middle : middle + 64]) + good[middle + 64 :]
+    for bad in (good[:middle], good[:-200], b"", b"no checkpoint", flipped):
         (run_dir / "checkpoint.pt").write_bytes(bad)
         for flag in ("--resume", "--evaluate"):
             code = cli(script, flag, run_dir, monkeypatch=monkeypatch)
@@ -167,6 +170,26 @@ def test_checkpoints_that_are_none(script, monkeypatch, capsys):
     code = cli(script, "--resume", run_dir, "--evaluate", run_dir, monkeypatch=monkeypatch)
     assert_one_line_error(code, capsys, "not both")
     assert sorted(Path().rglob("*")) == before
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
+def test_an_empty_name_is_no_run_folder(script, flag, monkeypatch, capsys):
+    """As of a variable of the shell that is not set."""
+    code = cli(script, flag, "", monkeypatch=monkeypatch)
+    assert_one_line_error(code, capsys, "checkpoint.pt cannot be loaded")
+    assert not os.listdir()
+
+
+def test_a_run_folder_that_cannot_be_locked(script, monkeypatch, capsys):
+    run_dir = script.train(small_args(script))
+    capsys.readouterr()
+
+    def denied(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(script.FileLock, "acquire", denied)
+    code = cli(script, "--resume", run_dir, monkeypatch=monkeypatch)
+    assert_one_line_error(code, capsys, "Permission denied")
 
 
 def test_no_room_for_the_run(monkeypatch, capsys):
