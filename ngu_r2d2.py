@@ -1025,13 +1025,14 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         # Seeding in every iteration leaves no random state to save. Python salts no hash of integers.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         rng = np.random.default_rng((args.seed, iteration, RANK))
-        step, episodes, info = iteration * args.batch_size, [], {}
+        step, episodes, info, reward = iteration * args.batch_size, [], {}, 0.0
 
         # 1. act
         for _ in range(T):
             arrival, ended, novelty = actor.step(epsilon, rng)
             step += args.num_envs
             episodes += [(step, policy, episode) for policy, episode in ended]
+            reward += float(arrival["r_ext"].sum())
             seen.append(novelty)
             replay.append(arrival, envs.row, actor.state.cpu().numpy())
         if WORLD_SIZE > 1 and args.beta > 0:
@@ -1054,9 +1055,9 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
 
         # 3. log and save
         scalars = {f"losses/{k}": x.item() for k, x in info.items()}
-        if over_processes("MAX", not np.isfinite([*scalars.values(), *novelty.values()]).all()):
+        found = scalars | novelty | dict(reward=reward)  # which the replay would keep for later updates
+        if over_processes("MAX", not np.isfinite(list(found.values())).all()):  # in any process
             good = f"{run_dir}/checkpoint.pt, of iteration {saved}" if saved else "none"
-            found = scalars | novelty
             message = f"iteration {iteration + 1}: not finite: {found}; last good checkpoint: {good}"
             sys.exit(message if RANK == 0 else 1)
         of_first = [x["charts/episodic_return"] for _, policy, x in episodes if policy == 0]

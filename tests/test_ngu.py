@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import scalars
+from conftest import scalars, small_args
 
 import ngu_r2d2
 from benchmark.studies import exploration as disco
@@ -1230,3 +1230,10 @@ print(resident() - before, replay.num_bytes)
     environment = os.environ | dict(PYTHONPATH=str(Path(__file__).parent.parent))
     taken, said = map(int, subprocess.check_output([sys.executable, "-c", code], env=environment).split())
     assert said > 140e6 and taken == pytest.approx(said, rel=0.1)
+
+
+def test_a_reward_that_is_not_finite_ends_the_run_before_it_is_learned_from():
+    """The replay, and with --save-replay the checkpoint, would keep it."""
+    args = small_args(ngu_r2d2, env_id="NanReward-v0", total_timesteps=640, learning_starts=600, save_every=1)
+    with pytest.raises(SystemExit, match="iteration 3: not finite: .*'reward': nan.*of iteration 2$"):
+        ngu_r2d2.train(args)
