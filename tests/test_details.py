@@ -117,7 +117,7 @@ def test_detail_1_environments_reset_within_the_step_that_ends_their_episode(scr
         records += ended
     assert len(records) == 2 * 12 // 3
     for k, record in enumerate(records):
-        names = {"episodic_return", "episodic_length", "is_success", "distance"}
+        names = {"episodic_return", "episodic_length", "is_success", "distance", "level"}
         names |= {"sometimes"} if (k + 1) % 3 == 0 else set()
         assert {name.removeprefix("charts/") for name in record} == names
         assert record["charts/episodic_return"] == record["charts/episodic_length"] == 3
