@@ -24,6 +24,7 @@ import argparse
 import atexit
 import ctypes
 import faulthandler
+import math
 import os
 import queue
 import signal
@@ -102,7 +103,7 @@ class Args:
 
     # run
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"  # where the networks run
-    amp: bool = False  # run the convolutions in bfloat16
+    amp: bool = False  # run Agent.network in bfloat16
     compile: bool = False  # torch.compile what the device runs
     track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
     wandb_project_name: str = "impala"  # Weights & Biases project
@@ -168,6 +169,7 @@ def fail(message: object) -> NoReturn:
 
 
 def parse_args() -> Args:
+    # differs from ppo.py: what a batch has is a flag of its own
     """The command line. A run that is resumed or evaluated brings its own arguments as defaults."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume")
@@ -178,7 +180,8 @@ def parse_args() -> Args:
     else:
         saved = load_checkpoint(run.resume if run.evaluate is None else run.evaluate)["args"]
         args = tyro.cli(Args, default=saved)
-        for name in ("env_id", "seed", "num_envs", "num_steps") if args.resume else ():
+        fixed = ("env_id", "seed", "num_envs", "num_steps", "batch_unrolls", "replay_fraction")
+        for name in fixed if args.resume else ():
             if getattr(args, name) != getattr(saved, name):
                 fail(f"--resume cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
     if args.device == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
@@ -212,7 +215,9 @@ def make_env(env_id: str, args: Args, num_envs: int, video_dir: Path | None = No
         options = dict(render_mode="rgb_array") if video_dir else {}
         env = gym.make(env_id, **options)
         if video_dir:
-            env = gym.wrappers.RecordVideo(env, str(video_dir), lambda n: n < args.eval_episodes)
+            task = env_id.replace("/", "-").replace(":", "-")
+            is_recorded = lambda n: n < args.eval_episodes  # noqa: E731
+            env = gym.wrappers.RecordVideo(env, str(video_dir), is_recorded, name_prefix=task)
         return as_array(gym.wrappers.RecordEpisodeStatistics(env))
 
     try:
@@ -410,8 +415,10 @@ class Agent(nn.Module):  # differs from ppo.py: shallow or deep convolutions, wi
         obs = rows["obs"]
         x = obs.flatten(0, 1)  # time folded into the batch, section 3.1
         if obs.ndim == 5:
-            x = x.to(torch.float32, memory_format=torch.channels_last).div_(255)
-        with torch.autocast(obs.device.type, torch.bfloat16, self.amp):
+            x = x.to(torch.float32, memory_format=torch.channels_last)
+            x = x.div_(255) if obs.dtype == torch.uint8 else x
+        # without autocast's cache of weights, which the actors' streams would share
+        with torch.autocast(obs.device.type, torch.bfloat16, self.amp, cache_enabled=False):
             x = self.network(x.float())
         x = x.float().unflatten(0, obs.shape[:2])
         if self.hidden_size:
@@ -622,9 +629,10 @@ class Actors:
         self.members = [Actor(env_id, args) for env_id in tasks]
         self.unrolls = queue.SimpleQueue()  # of each group alone; or what ended an actor
         self.batch_unrolls = args.new_unrolls // (WORLD_SIZE * args.group_size)  # of groups, in a batch
-        # With so little room no actor begins a second unroll before the learner is at the batch of its first.
-        self.capacity = max(2 * len(self.members), self.batch_unrolls + len(self.members))
-        self.room, self.is_closing = threading.Semaphore(self.capacity), False
+        # So little that no actor is more than a batch ahead, where its unrolls fill whole batches.
+        self.capacity = max(2 * len(self.members), self.batch_unrolls + self.batch_unrolls % 2)
+        self.room, self.taking_room = threading.Semaphore(self.capacity), threading.Lock()
+        self.is_closing = False
         self.waited, self.fill = 0.0, 0  # seconds that the learner waited, sum of lengths of the queue
         self.envs = self.members[0].groups[0].envs
         for actor in self.members:
@@ -638,10 +646,10 @@ class Actors:
         """Says where unrolls must wait for a later batch than the next: they are older than they need be."""
         if self.args.sync:  # an odd unroll is left for the next batch
             lag, least = self.batch_unrolls % 2, 0
-        else:  # a round of all actors lasts for so many batches
-            lag, least = 2 * len(self.members) / self.batch_unrolls, 1
+        else:  # the last for which there is room waits for so many batches
+            lag, least = math.ceil(self.capacity / self.batch_unrolls), 1
         if lag > least and RANK == 0:
-            expected = f"expect unrolls up to {lag:.2g} versions behind the learner instead of {least}"
+            expected = f"expect unrolls up to {lag} versions behind the learner instead of {least}"
             remedy = f"let a batch's new unrolls be a multiple of the {self.args.num_envs} environments"
             print(f"{SCRIPT}.py: warning: {expected}: {remedy}", file=sys.stderr)
 
@@ -674,8 +682,9 @@ class Actors:
         try:
             while True:
                 start = time.monotonic()
-                for _ in range(2):
-                    self.room.acquire()
+                with self.taking_room:  # two actors with half of their room each would wait for ever
+                    for _ in range(2):
+                        self.room.acquire()
                 actor.waited += time.monotonic() - start
                 if self.is_closing:
                     return
@@ -807,7 +816,9 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
     lr = torch.tensor(args.learning_rate, device=args.device)  # a tensor, or annealing would recompile
     optimizer = RMSProp(flat, args.rmsprop_decay, args.rmsprop_eps)
 
-    run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")
+    # differs from ppo.py: of many tasks it names the first ones, as a file's name has 255 bytes at most
+    run_name = f"{args.env_id[:99]}__{SCRIPT}__{args.seed}__{time.time_ns()}"
+    run_name = run_name.replace("/", "-").replace(":", "-")
     run_dir = Path(args.resume or f"runs/{run_name}")
     parts = dict(agent=agent, optimizer=optimizer)  # a checkpoint holds the state of each
     saved, last_returns = 0, {env_id: [] for env_id in args.env_ids}
@@ -915,8 +926,9 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
 def keep_freed_memory():
     """Keeps glibc from returning freed memory to the kernel, page by page: a fifth of an update on a CPU."""
     if sys.platform == "linux":
-        for parameter, value in ((-1, 2**31 - 1), (-3, 2**30)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-            ctypes.CDLL(None).mallopt(parameter, value)
+        mallopt = ctypes.CDLL(None).mallopt
+        _ = mallopt(-3, 2**30) or mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, of which older versions take less
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
@@ -931,7 +943,7 @@ def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
 
 def over_processes(operation: str, x: float | Tensor) -> float:
     """SUM or MAX of a number over the processes of torchrun."""
-    x = torch.as_tensor(x, dtype=torch.float32)
+    x = torch.tensor(float(x))
     if WORLD_SIZE > 1:
         torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, operation))
     return x.item()
@@ -948,7 +960,10 @@ def average_with_neighbor(flat: Tensor):
 
 
 class StallLimit:
-    """Ends the process, and shows where it hangs, if a block within it lasts too long, suspended or not."""
+    """Ends the process, and shows where it hangs, if a block within it lasts too long, suspended or not.
+
+    So does a suspension of the process, anywhere, of three times as long.
+    """
 
     def __init__(self, env_id: str, seconds: int):
         self.seconds, self.began = seconds, np.inf

@@ -84,7 +84,7 @@ class Args:
     priority_eta: float = 0.9  # weight of a sequence's largest TD error, against the mean
     importance_exponent: float = 0.6  # of the weights that correct for priorities
     cross_mixture: float = 0.5  # share of a batch trained on for a policy drawn anew, not for its player
-    save_replay: bool = False  # in the checkpoint; without, a resumed run fills it anew
+    save_replay: bool = False  # in the checkpoint, the first process's; others are filled anew
 
     # R2D2
     learning_rate: float = 5e-4  # Adam's
@@ -115,11 +115,11 @@ class Args:
     embedding_every: int = 500  # updates between copies to the embedding of episodes that begin
     auxiliary_steps: int = 20  # last steps of a sequence that train the embedding and the predictor
     auxiliary_lr: float = 5e-4  # their learning rate
-    last_reward_weight: float = 1.0  # of an episode's last reward that is not zero
+    last_reward_weight: float = 1.0  # of the last reward that is not zero in an episode's last sequence
 
     # run
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"  # where the networks run
-    amp: bool = False  # run the convolutions in bfloat16
+    amp: bool = False  # run Agent.encoder in bfloat16
     compile: bool = False  # torch.compile what the device runs
     track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
     wandb_project_name: str = "ngu"  # Weights & Biases project
@@ -180,7 +180,7 @@ def fail(message: object) -> NoReturn:
 
 
 def parse_args() -> Args:
-    # differs from ppo.py: more than one flag decides about the size of the networks
+    # differs from ppo.py: more flags decide about the sizes of what a checkpoint holds
     """The command line. A run that is resumed or evaluated brings its own arguments as defaults."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume")
@@ -194,6 +194,9 @@ def parse_args() -> Args:
         flag, fixed = "--evaluate", ["num_policies", "hidden_size"]
         if args.resume:
             flag, fixed = "--resume", ["env_id", "seed", "num_envs", "num_steps", *fixed]
+            fixed += ["rnd", "train_embedding"]
+        if args.resume and args.save_replay and saved.save_replay:
+            fixed += ["burn_in", "unroll", "period", "replay_steps"]
         for name in fixed:
             if getattr(args, name) != getattr(saved, name):
                 fail(f"{flag} cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
@@ -286,6 +289,8 @@ class Envs:
         self.stall_limit = StallLimit(args.env_id, args.stall_seconds)
         with self.stall_limit:
             obs, _ = self.envs.reset(seed=seed)
+        if kind_of(self.envs) == "grid" and obs.dtype == np.uint8 and obs.max() > 10:
+            fail(f"{args.env_id}: of images below 36 x 36, this script takes grids of numbers below 11")
         if self.video_dir:
             self.envs.camera.reset(seed=seed)
         self.returns, self.began = np.zeros(num_envs), np.zeros(num_envs, int)  # of Atari games
@@ -354,7 +359,8 @@ def kind_of(envs: gym.vector.VectorEnv) -> Literal["pixels", "grid", "vector"]:
 def scaled(obs: Tensor, kind: str) -> Tensor:
     """Pixels from 0 to 1; the things on a grid, numbers below 11 in MiniGrid, as one-hot channels."""
     if kind == "pixels":
-        return obs.to(torch.float32, memory_format=torch.channels_last, copy=True).div_(255)
+        x = obs.to(torch.float32, memory_format=torch.channels_last, copy=True)
+        return x.div_(255) if obs.dtype == torch.uint8 else x
     if kind == "vector" or obs.dtype != torch.uint8:
         return obs.float()
     one_hot = torch.eye(11, device=obs.device)
@@ -524,10 +530,11 @@ def rescaled(novelty: Tensor, mask: Tensor, how: Bonus) -> Tensor:
         return (novelty - seen.min()) / (seen.max() - seen.min() + 1e-8)
     if how == "batch-mean":
         return novelty / (seen.mean() + 1e-8)
+    deviation = seen.std() if len(seen) > 1 else 1.0
     if how == "zero-mean":
-        return (novelty - seen.mean()) / (seen.std() + 1e-8)
+        return (novelty - seen.mean()) / (deviation + 1e-8)
     if how == "unit-std":
-        return novelty / (seen.std() + 1e-8)
+        return novelty / (deviation + 1e-8)
     return novelty  # scaled when it was made
 
 
@@ -651,10 +658,11 @@ class Curiosity(nn.Module):
         self.rnd_predictor.requires_grad_(args.rnd)
         self.rnd_target.requires_grad_(False)
         self.whitening = RunningNorm(1, *shape).to(memory_format=torch.channels_last)  # as what it whitens
-        self.errors, self.novelties = RunningNorm(horizon=2e3), RunningNorm()
+        self.errors, self.novelties = RunningNorm(horizon=2e3 / WORLD_SIZE), RunningNorm()
         self.memory = np.zeros((num_envs, args.memory_size, 32), np.float32)
         self.remembered = np.zeros(num_envs, np.int64)
-        self.refresh()
+        self.embedding.register_buffer("distances", torch.zeros(2))  # of a copy that acts: sum and number
+        self.acting_embedding = deepcopy(self.embedding).requires_grad_(False)
         self.embeddings = [self.acting_embedding] * num_envs  # of the episode in each environment
 
     def refresh(self):
@@ -662,9 +670,10 @@ class Curiosity(nn.Module):
 
         An episode keeps the embedding that it began with, as its memories are of that one.
         """
+        before = self.acting_embedding.distances
         self.acting_embedding = deepcopy(self.embedding).requires_grad_(False)
-        device = self.whitening.mean.device
-        self.acting_embedding.register_buffer("distances", torch.zeros(2, device=device))  # sum and number
+        # their mean so far, which the first distances of its own outweigh
+        self.acting_embedding.distances.copy_(before / before[1].clamp(min=1e-6) * 1e-6)
 
     def merge(self):
         """Statistics with those of torchrun's other processes."""
@@ -706,7 +715,7 @@ class Curiosity(nn.Module):
             distances = embedding.distances
             if self.training:
                 distances.mul_(0.99).add_(distances.new_tensor((found.sum(), found.size)))
-            means[n] = (distances[0] / distances[1].clamp(min=1)).item()
+            means[n] = (distances[0] / distances[1].clamp(min=1e-6)).item()
         return means
 
     def remember(self, embedded: np.ndarray, where: np.ndarray):
@@ -984,7 +993,8 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     parts = dict(agent=agent, target_agent=target_agent, curiosity=curiosity)
     parts |= dict(optimizer=optimizer, auxiliary=auxiliary)  # a checkpoint holds the state of each
     if args.resume:
-        has_replay = args.save_replay and "replay" in checkpoint  # it may begin to be saved, or cease
+        # it may begin to be saved, or cease, and is that of the first process
+        has_replay = args.save_replay and "replay" in checkpoint and RANK == 0
         load_checkpoint(args.resume, parts | (dict(replay=replay) if has_replay else {}))
         optimizer.param_groups[0] |= dict(lr=args.learning_rate, eps=args.adam_eps)  # flags may change them
         auxiliary.param_groups[0] |= dict(lr=args.auxiliary_lr, eps=args.adam_eps)
@@ -1033,7 +1043,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
             step += args.num_envs
             episodes += [(step, policy, episode) for policy, episode in ended]
             reward += float(arrival["r_ext"].sum())
-            seen.append(novelty)
+            seen += [novelty] if RANK == 0 else []
             replay.append(arrival, envs.row, actor.state.cpu().numpy())
         if WORLD_SIZE > 1 and args.beta > 0:
             curiosity.merge()
@@ -1097,8 +1107,9 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
 def keep_freed_memory():
     """Keeps glibc from returning freed memory to the kernel, page by page: a fifth of an update on a CPU."""
     if sys.platform == "linux":
-        for parameter, value in ((-1, 2**31 - 1), (-3, 2**30)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-            ctypes.CDLL(None).mallopt(parameter, value)
+        mallopt = ctypes.CDLL(None).mallopt
+        _ = mallopt(-3, 2**30) or mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, of which older versions take less
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
@@ -1113,14 +1124,17 @@ def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
 
 def over_processes(operation: str, x: float | Tensor) -> float:
     """SUM or MAX of a number over the processes of torchrun."""
-    x = torch.as_tensor(x, dtype=torch.float32)
+    x = torch.tensor(float(x))
     if WORLD_SIZE > 1:
         torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, operation))
     return x.item()
 
 
 class StallLimit:
-    """Ends the process, and shows where it hangs, if a block within it lasts too long, suspended or not."""
+    """Ends the process, and shows where it hangs, if a block within it lasts too long, suspended or not.
+
+    So does a suspension of the process, anywhere, of three times as long.
+    """
 
     def __init__(self, env_id: str, seconds: int):
         self.seconds, self.began = seconds, np.inf

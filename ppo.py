@@ -461,14 +461,17 @@ def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
 
 def over_processes(operation: str, x: float | Tensor) -> float:
     """SUM or MAX of a number over the processes of torchrun."""
-    x = torch.as_tensor(x, dtype=torch.float32)
+    x = torch.tensor(float(x))
     if WORLD_SIZE > 1:
         torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, operation))
     return x.item()
 
 
 class StallLimit:
-    """Ends the process, and shows where it hangs, if a block within it lasts too long, suspended or not."""
+    """Ends the process, and shows where it hangs, if a block within it lasts too long, suspended or not.
+
+    So does a suspension of the process, anywhere, of three times as long.
+    """
 
     def __init__(self, env_id: str, seconds: int):
         self.seconds, self.began = seconds, np.inf

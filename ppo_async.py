@@ -102,7 +102,7 @@ class Args:
 
     # run
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"  # where the networks run
-    amp: bool = False  # run the convolutions in bfloat16
+    amp: bool = False  # run Agent.network in bfloat16
     compile: bool = False  # torch.compile what the device runs
     track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
     wandb_project_name: str = "ppo"  # Weights & Biases project
@@ -132,7 +132,7 @@ class Args:
         for field in fields(self):
             name, x = field.name, getattr(self, field.name)
             may_be_0 = ("seed", "max_staleness", "artificial_delay")
-            least = 1 if field.type is int and name not in may_be_0 else 0
+            least = 0 if field.type in (float, float | None) or name in may_be_0 else 1
             if type(x) in (int, float) and not least <= x < np.inf:
                 raise ValueError(f"{name} cannot be {x}")
         groups = WORLD_SIZE * self.num_actors * 2
@@ -163,6 +163,7 @@ def fail(message: object) -> NoReturn:
 
 
 def parse_args() -> Args:
+    # differs from ppo.py: what a batch has is a flag of its own
     """The command line. A run that is resumed or evaluated brings its own arguments as defaults."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume")
@@ -173,7 +174,7 @@ def parse_args() -> Args:
     else:
         saved = load_checkpoint(run.resume if run.evaluate is None else run.evaluate)["args"]
         args = tyro.cli(Args, default=saved)
-        for name in ("env_id", "seed", "num_envs", "num_steps") if args.resume else ():
+        for name in ("env_id", "seed", "num_envs", "num_steps", "batch_unrolls") if args.resume else ():
             if getattr(args, name) != getattr(saved, name):
                 fail(f"--resume cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
     if args.device == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
@@ -373,10 +374,12 @@ class Agent(nn.Module):  # differs from ppo.py: convolutions for images, as in p
     def forward(self, obs: Tensor) -> tuple[Categorical, Tensor]:
         """Policy and value (N,) of observations (N, ...)."""
         if self.is_image:  # detail 22: scaling to [0, 1]
-            x = obs.to(torch.float32, memory_format=torch.channels_last, copy=True).div_(255)
+            x = obs.to(torch.float32, memory_format=torch.channels_last, copy=True)
+            x = x.div_(255) if obs.dtype == torch.uint8 else x
         else:
             x = obs.float()
-        with torch.autocast(obs.device.type, torch.bfloat16, self.amp):
+        # without autocast's cache of weights, which the actors' streams would share
+        with torch.autocast(obs.device.type, torch.bfloat16, self.amp, cache_enabled=False):
             hidden = self.network(x)
         return Categorical(self.actor(hidden.float())), self.critic(hidden.float()).squeeze(-1)
 
@@ -510,9 +513,10 @@ class Actors:  # differs from impala_vtrace.py: one task, and values instead of 
         self.members = [Actor(args) for _ in range(args.num_actors)]
         self.segments = queue.SimpleQueue()  # of each group alone; or what ended an actor
         self.batch_segments = args.batch_unrolls // (WORLD_SIZE * args.group_size)  # of groups, in a batch
-        # With so little room no actor begins a second segment before the first is taken.
-        self.capacity = max(2 * len(self.members), self.batch_segments + len(self.members))
-        self.room, self.is_closing = threading.Semaphore(self.capacity), False
+        # So little that no actor is more than a batch ahead, where its segments fill whole batches.
+        self.capacity = max(2 * len(self.members), self.batch_segments + self.batch_segments % 2)
+        self.room, self.taking_room = threading.Semaphore(self.capacity), threading.Lock()
+        self.is_closing = False
         self.waited, self.fill = 0.0, 0  # seconds that the optimizer waited, sum of lengths of the queue
         self.envs = self.members[0].groups[0].envs
         self.warn_of_lag()
@@ -521,10 +525,10 @@ class Actors:  # differs from impala_vtrace.py: one task, and values instead of 
         """Says where segments must wait for a later batch than the next: they are older than they need be."""
         if self.args.sync:  # an odd segment is left for the next batch
             lag, least = self.batch_segments % 2, 0
-        else:  # a round of all actors lasts for so many batches
-            lag, least = 2 * len(self.members) / self.batch_segments, 1
+        else:  # the last for which there is room waits for so many batches
+            lag, least = math.ceil(self.capacity / self.batch_segments), 1
         if lag > least and RANK == 0:
-            expected = f"expect segments up to {lag:.2g} versions behind the optimizer instead of {least}"
+            expected = f"expect segments up to {lag} versions behind the optimizer instead of {least}"
             remedy = f"let batch_unrolls be a multiple of the {self.args.num_envs} environments"
             print(f"{SCRIPT}.py: warning: {expected}: {remedy}", file=sys.stderr)
 
@@ -554,8 +558,9 @@ class Actors:  # differs from impala_vtrace.py: one task, and values instead of 
         try:
             while True:
                 start = time.monotonic()
-                for _ in range(2):
-                    self.room.acquire()
+                with self.taking_room:  # two actors with half of their room each would wait for ever
+                    for _ in range(2):
+                        self.room.acquire()
                 actor.waited += time.monotonic() - start
                 if self.is_closing:
                     return
@@ -703,6 +708,8 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
     if args.compile:
         update = torch.compile(update)
 
+    # before an iteration seeds: without it, all processes would begin by the same noise
+    torch.manual_seed(hash((args.seed, first_iteration, RANK, args.artificial_delay)))
     # a resumed run begins new episodes
     actors.start(agent, version, args.seed + first_step + RANK * args.num_envs // WORLD_SIZE)
     held = deque(collect(actors) for _ in range(args.artificial_delay))
@@ -808,8 +815,9 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
 def keep_freed_memory():
     """Keeps glibc from returning freed memory to the kernel, page by page: a fifth of an update on a CPU."""
     if sys.platform == "linux":
-        for parameter, value in ((-1, 2**31 - 1), (-3, 2**30)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-            ctypes.CDLL(None).mallopt(parameter, value)
+        mallopt = ctypes.CDLL(None).mallopt
+        _ = mallopt(-3, 2**30) or mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, of which older versions take less
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
@@ -824,14 +832,17 @@ def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
 
 def over_processes(operation: str, x: float | Tensor) -> float:
     """SUM or MAX of a number over the processes of torchrun."""
-    x = torch.as_tensor(x, dtype=torch.float32)
+    x = torch.tensor(float(x))
     if WORLD_SIZE > 1:
         torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, operation))
     return x.item()
 
 
 class StallLimit:
-    """Ends the process, and shows where it hangs, if a block within it lasts too long, suspended or not."""
+    """Ends the process, and shows where it hangs, if a block within it lasts too long, suspended or not.
+
+    So does a suspension of the process, anywhere, of three times as long.
+    """
 
     def __init__(self, env_id: str, seconds: int):
         self.seconds, self.began = seconds, np.inf

@@ -87,7 +87,7 @@ class Args:
 
     # run
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"  # where the networks run
-    amp: bool = False  # run the convolutions in bfloat16
+    amp: bool = False  # run Agent.network in bfloat16
     compile: bool = False  # torch.compile what the device runs
     track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
     wandb_project_name: str = "ppo"  # Weights & Biases project
@@ -175,7 +175,10 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.games = [AtariVectorEnv(**kwargs) for _ in range(num_envs)]  # detail 18: 84 x 84 grey pixels
         self.num_envs, self.single_action_space = num_envs, self.games[0].single_action_space
         self.single_observation_space = gym.spaces.Box(0, 255, (frames, 84, 84), np.uint8)
-        self.first_actions = (1, 2) if ale_py.Action.FIRE in self.games[0].ale.get_action_set() else ()
+        buttons = self.games[0].ale.get_action_set()
+        if buttons[0] != ale_py.Action.NOOP:
+            fail(f"{spec['game']} has no no-op, with which openai/baselines begins an episode")
+        self.first_actions = (1, 2) if ale_py.Action.FIRE in buttons else ()
         self.stacks = np.zeros((num_envs, frames, 84, 84), np.uint8)
         self.lives, self.scores, self.returns, self.lengths = np.zeros((4, num_envs))
         self.video_dir, self.video, self.camera = video_dir, [], None
@@ -184,9 +187,9 @@ class AtariEnvs(gym.vector.VectorEnv):
 
     def reset(self, *, seed: int, options: dict | None = None) -> tuple[np.ndarray, dict]:
         self.over, self.ended = np.zeros((2, self.num_envs), bool)
-        frames = {n: self._first_frame(n, *game.reset(seed=seed + n)) for n, game in enumerate(self.games)}
         if self.camera:
             self.camera.reset(seed=seed)
+        frames = {n: self._first_frame(n, *game.reset(seed=seed + n)) for n, game in enumerate(self.games)}
         self._begin_episodes(frames)
         return self.stacks, {}
 
@@ -342,7 +345,7 @@ def layer_init(layer: nn.Module, std: float = 2**0.5) -> nn.Module:
 
 
 class Agent(nn.Module):  # differs from ppo.py: convolutions, shared by policy and value
-    amp = False  # run them in bfloat16
+    amp = False  # run self.network in bfloat16
 
     def __init__(self, envs: gym.vector.VectorEnv):
         super().__init__()
@@ -593,20 +596,24 @@ def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
 def keep_freed_memory():
     """Keeps glibc from returning freed memory to the kernel, page by page: a fifth of an update on a CPU."""
     if sys.platform == "linux":
-        for parameter, value in ((-1, 2**31 - 1), (-3, 2**30)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-            ctypes.CDLL(None).mallopt(parameter, value)
+        mallopt = ctypes.CDLL(None).mallopt
+        _ = mallopt(-3, 2**30) or mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, of which older versions take less
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def over_processes(operation: str, x: float | Tensor) -> float:
     """SUM or MAX of a number over the processes of torchrun."""
-    x = torch.as_tensor(x, dtype=torch.float32)
+    x = torch.tensor(float(x))
     if WORLD_SIZE > 1:
         torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, operation))
     return x.item()
 
 
 class StallLimit:
-    """Ends the process, and shows where it hangs, if a block within it lasts too long, suspended or not."""
+    """Ends the process, and shows where it hangs, if a block within it lasts too long, suspended or not.
+
+    So does a suspension of the process, anywhere, of three times as long.
+    """
 
     def __init__(self, env_id: str, seconds: int):
         self.seconds, self.began = seconds, np.inf
@@ -635,11 +642,13 @@ class StallLimit:
 
 @torch.no_grad()
 def evaluate(args: Args) -> list[float]:
+    # differs from ppo.py: in bfloat16, if it was trained so
     """Returns of full episodes of a run's agent, which samples its actions as in training."""
     torch.manual_seed(args.seed)
     envs = make_env(args, 1, Path(args.evaluate) / "videos" if args.capture_video else None)
     agent, returns = Agent(envs).to(args.device), []
     load_checkpoint(args.evaluate, dict(agent=agent))
+    agent.amp = args.amp
     obs, _ = envs.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # no seed of training
     while len(returns) < args.eval_episodes:
         action = agent(torch.as_tensor(obs, device=args.device))[0].sample()

@@ -419,7 +419,6 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     with stall_limit:
         next_obs, _ = envs.reset(seed=args.seed + first_step + RANK * N)  # resumed: new episodes
     for iteration in range(first_iteration, args.num_iterations):
-        envs.merge_statistics()
         # Seeding in every iteration leaves no random state to save. Python salts no hash of integers.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         frac = 1 - iteration / args.num_iterations  # detail 4: learning rate annealing
@@ -442,6 +441,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
             if args.bootstrap_truncated and (cut := truncated & ~terminated).any():  # beyond the blog
                 final_obs = torch.as_tensor(np.stack(info["final_obs"][cut]), device=args.device)
                 rewards[t, cut] += args.gamma * agent(final_obs)[1].cpu().numpy()
+        envs.merge_statistics()
 
         # 2. log-probabilities, values and advantages
         # differs from ppo.py: Gaussian actions
@@ -542,14 +542,17 @@ def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
 
 def over_processes(operation: str, x: float | Tensor) -> float:
     """SUM or MAX of a number over the processes of torchrun."""
-    x = torch.as_tensor(x, dtype=torch.float32)
+    x = torch.tensor(float(x))
     if WORLD_SIZE > 1:
         torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, operation))
     return x.item()
 
 
 class StallLimit:
-    """Ends the process, and shows where it hangs, if a block within it lasts too long, suspended or not."""
+    """Ends the process, and shows where it hangs, if a block within it lasts too long, suspended or not.
+
+    So does a suspension of the process, anywhere, of three times as long.
+    """
 
     def __init__(self, env_id: str, seconds: int):
         self.seconds, self.began = seconds, np.inf

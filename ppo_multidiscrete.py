@@ -251,6 +251,8 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
         fail(f"{args.env_id} acts in {action_space}: try ppo.py or ppo_continuous.py")
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
         fail(f"{args.env_id} observes {obs_space}: this script takes vectors and images")
+    if args.normalize and len(obs_space.shape) == 3:
+        fail(f"{args.env_id} observes images: add --no-normalize")
     return NormalizedEnvs(envs, args.gamma, frozen=args.evaluate is not None) if args.normalize else envs
 
 
@@ -258,6 +260,7 @@ def offered_masks(args: Args, envs: gym.vector.VectorEnv, info: dict) -> Tensor:
     """What the environments call valid, (N, S) or (N, nvec[0], 1 + S - nvec[0]); by default everything."""
     if args.mask_actions and "action_mask" in info:
         masks = np.stack(info["action_mask"]).astype(bool)
+        masks[~info["_action_mask"]] = True
     else:
         masks = np.ones((envs.num_envs, envs.single_action_space.nvec.sum()), bool)
     return torch.as_tensor(masks, device=args.device)
@@ -485,8 +488,6 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     with stall_limit:
         next_obs, info = envs.reset(seed=args.seed + first_step + RANK * N)  # resumed: new episodes
     for iteration in range(first_iteration, args.num_iterations):
-        if args.normalize:
-            envs.merge_statistics()
         # Seeding in every iteration leaves no random state to save. Python salts no hash of integers.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         frac = 1 - iteration / args.num_iterations  # detail 4: learning rate annealing
@@ -507,6 +508,8 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
             if args.bootstrap_truncated and (cut := truncated & ~terminated).any():  # beyond the blog
                 final_obs = torch.as_tensor(np.stack(info["final_obs"][cut]), device=args.device)
                 rewards[t, cut] += args.gamma * agent(final_obs, masks[t, cut])[1].cpu().numpy()
+        if args.normalize:
+            envs.merge_statistics()
 
         # 2. advantages
         # differs from ppo_atari.py: masks, which values do not need
@@ -602,14 +605,17 @@ def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
 
 def over_processes(operation: str, x: float | Tensor) -> float:
     """SUM or MAX of a number over the processes of torchrun."""
-    x = torch.as_tensor(x, dtype=torch.float32)
+    x = torch.tensor(float(x))
     if WORLD_SIZE > 1:
         torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, operation))
     return x.item()
 
 
 class StallLimit:
-    """Ends the process, and shows where it hangs, if a block within it lasts too long, suspended or not."""
+    """Ends the process, and shows where it hangs, if a block within it lasts too long, suspended or not.
+
+    So does a suspension of the process, anywhere, of three times as long.
+    """
 
     def __init__(self, env_id: str, seconds: int):
         self.seconds, self.began = seconds, np.inf

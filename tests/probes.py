@@ -235,6 +235,17 @@ class Masked(Probe):
         return obs, reward, terminated, truncated, {"action_mask": self.mask(self.t)}
 
 
+class MaskedLater(Masked):
+    """Episodes of 1, 2, ... steps, whose first observations come without a mask."""
+
+    episodes = 0
+
+    def reset(self, **kwargs):
+        MaskedLater.episodes += 1
+        self.length = 1 + MaskedLater.episodes % 4
+        return Probe.reset(self, **kwargs)
+
+
 class Reports(Probe):
     """Three steps; says at the end of every episode, and now and then, what came of it."""
 
@@ -256,6 +267,40 @@ class ReportsBox(Reports):
 
 class ImageObservations(Probe):
     observation_space = gym.spaces.Box(0, 255, (84, 84, 3), np.uint8)
+
+
+class ImageMulti(Probe):
+    observation_space = gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)
+    action_space = gym.spaces.MultiDiscrete([2, 3])
+
+
+class SmallImage(Probe):
+    """Bytes that are no grid's: its pixels have numbers up to 255."""
+
+    observation_space = gym.spaces.Box(0, 255, (20, 20, 3), np.uint8)
+
+    def observe(self):
+        return np.full((20, 20, 3), 255, np.uint8)
+
+
+class FloatImage(Probe):
+    """Pixels from 0 to 1, here all of them 1."""
+
+    observation_space = gym.spaces.Box(0, 1, (40, 40, 3), np.float32)
+    length = 16
+
+    def observe(self):
+        return np.ones((40, 40, 3), np.float32)
+
+
+class Bytes(Probe):
+    """A vector of bytes, as the RAM of a machine."""
+
+    observation_space = gym.spaces.Box(0, 255, (6,), np.uint8)
+    length = 5
+
+    def observe(self):
+        return np.full(6, 10 * self.t, np.uint8)
 
 
 class Hang(Aligned):
@@ -344,6 +389,11 @@ OTHERS = (
     CountBox,
     Match,
     Masked,
+    MaskedLater,
+    ImageMulti,
+    SmallImage,
+    FloatImage,
+    Bytes,
 )
 for probe in (*PROBES, *OTHERS):
     gym.register(f"{probe.__name__}-v0", entry_point=probe, disable_env_checker=True)

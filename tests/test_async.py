@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import probes
 import pytest
 import torch
 from conftest import scalars
@@ -371,3 +372,22 @@ def test_mistakes(flags, words):
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
     assert not os.listdir()
+
+
+def test_processes_explore_apart_from_the_first_step(monkeypatch):
+    """What is held back is collected before the first iteration seeds each process for itself."""
+    actions, original = [], ppo_async.collect
+
+    def spy(actors):
+        batch = original(actors)
+        actions.append(batch[0]["actions"])
+        return batch
+
+    monkeypatch.setattr(ppo_async, "collect", spy)
+    monkeypatch.setattr(ppo_async, "over_processes", lambda *_: probes.own_mistake())  # ends iteration 0
+    for rank in (1, 2):
+        monkeypatch.setattr(ppo_async, "RANK", rank)
+        with pytest.raises(ZeroDivisionError):
+            ppo_async.train(small(env_id="CartPole-v1", artificial_delay=1))
+    first, _, second, _ = actions
+    assert 0.3 < (first == second).mean() < 0.7

@@ -72,6 +72,7 @@ MISTAKES = [
     ("--num-minibatches 3", "num_minibatches must divide"),
     ("--num-envs 1 --num-steps 1 --num-minibatches 1", "more than one step"),
     ("--num-envs 0", "num_envs cannot be 0"),
+    ("--num-steps 0", "num_steps cannot be 0"),
     ("--update-epochs -1", "update_epochs cannot be -1"),
     ("--save-every 0", "save_every cannot be 0"),
     ("--learning-rate nan", "learning_rate cannot be nan"),
@@ -125,6 +126,8 @@ def test_wrong_flag(script, flags, monkeypatch, capsys):
         (ppo_shared, "FrozenLake-v1", "Discrete"),
         (ppo_atari, "CartPole-v1", "ppo.py"),
         (ppo_atari, "Breakout-v4", "random number of frames"),
+        (ppo_atari, "ALE/Backgammon-v5", "no no-op"),
+        (ppo_lstm, "ALE/VideoCheckers-v5", "no no-op"),
         (ppo_lstm, "Breakout-v4", "random number of frames"),
         (ppo_lstm, "Pendulum-v1", "ppo_continuous.py"),
         (ppo_lstm, "ImageObservations-v0", "Atari games and vectors"),
@@ -134,12 +137,14 @@ def test_wrong_flag(script, flags, monkeypatch, capsys):
         (ppo_multidiscrete, "CartPole-v1", "ppo.py or ppo_continuous.py"),
         (ppo_multidiscrete, "IntegerBox-v0", "acts in"),
         (ppo_multidiscrete, "StartedMulti-v0", "acts in"),
+        (ppo_multidiscrete, "ImageMulti-v0", "add --no-normalize"),
         (impala_vtrace, "Breakout-v4", "random number of frames"),
         (impala_vtrace, "Pendulum-v1", "ppo_continuous.py"),
         (impala_vtrace, "FrozenLake-v1", "vectors and images"),
         (ngu_r2d2, "Breakout-v4", "random number of frames"),
         (ngu_r2d2, "Pendulum-v1", "ppo_continuous.py"),
         (ngu_r2d2, "FrozenLake-v1", "vectors and images"),
+        (ngu_r2d2, "SmallImage-v0", "grids of numbers below 11"),
         (ngu_r2d2, "MiniGrid-NoSuchTask-v0", "MiniGrid-NoSuchTask"),
     ],
 )
@@ -170,6 +175,52 @@ def test_checkpoints_that_are_none(script, monkeypatch, capsys):
     code = cli(script, "--resume", run_dir, "--evaluate", run_dir, monkeypatch=monkeypatch)
     assert_one_line_error(code, capsys, "not both")
     assert sorted(Path().rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "script,flags",
+    [
+        (impala_vtrace, "--batch-unrolls 8"),
+        (impala_vtrace, "--replay-fraction 0.5"),
+        (ppo_async, "--batch-unrolls 8"),
+        (ngu_r2d2, "--no-rnd"),
+        (ngu_r2d2, "--no-train-embedding"),
+        (ngu_r2d2, "--unroll 16"),
+        (ngu_r2d2, "--period 4"),
+        (ngu_r2d2, "--burn-in 4"),
+        (ngu_r2d2, "--replay-steps 1600"),
+    ],
+)
+def test_flags_that_a_checkpoint_cannot_follow(script, flags, monkeypatch, capsys):
+    """A batch counts the steps; Adam's moments have the size of what is trained, the replay a sequence's."""
+    run_dir = script.train(small_args(script))
+    capsys.readouterr()
+    code = cli(
+        script, "--resume", run_dir, *flags.split(), "--total-timesteps", "640", monkeypatch=monkeypatch
+    )
+    assert_one_line_error(code, capsys, "--resume cannot change")
+
+
+@pytest.mark.parametrize("script", [impala_vtrace, ppo_async, ngu_r2d2], ids=lambda script: script.SCRIPT)
+def test_images_of_floats_are_not_scaled(script, monkeypatch):
+    """Only bytes go up to 255."""
+    seen, original = [], torch.nn.Conv2d.forward
+
+    def forward(self, x):
+        if x.shape[1] == 3 and x.any():  # what the first layer is given; its size is tried with zeros
+            seen.append(x.unique().tolist())
+        return original(self, x)
+
+    monkeypatch.setattr(torch.nn.Conv2d, "forward", forward)
+    flags = dict(rnd=False) if script is ngu_r2d2 else {}
+    script.train(small_args(script, env_id="FloatImage-v0", **flags))
+    assert len(seen) > 10 and all(x in ([1.0], [0.0, 1.0]) for x in seen)  # the replay pads with zeros
+
+
+def test_vectors_of_bytes_are_vectors():
+    """Their values are those of the rollout, as they are those of what lies beyond it."""
+    for script in (ppo, ppo_lstm, impala_vtrace, ppo_async, ngu_r2d2):
+        script.train(small_args(script, env_id="Bytes-v0"))
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
@@ -428,6 +479,14 @@ def test_a_non_finite_loss_of_another_process_stops_the_run(script, rank, monkey
     assert "last good checkpoint: none" in end.value.code if rank == 0 else end.value.code == 1
 
 
+def test_a_number_that_is_summed_over_processes_stays_as_it_was(script, monkeypatch):
+    """losses/approx_kl is logged after --target-kl has compared its sum."""
+    monkeypatch.setattr(script, "WORLD_SIZE", 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda x, op: x.mul_(2))
+    kl = torch.tensor(0.25)
+    assert script.over_processes("SUM", kl) == 0.5 and kl == 0.25
+
+
 def test_a_float_may_be_given_as_an_integer(script):
     """From Python, where tyro makes no float of it: 0 is no count here, and no reason to refuse it."""
     assert script.Args(learning_rate=0).learning_rate == 0
@@ -524,12 +583,13 @@ def test_atari_evaluation_plays_whole_games(monkeypatch):
     assert not made[0]["full_action_space"]
 
 
-def test_camera_films_the_same_game():
+@pytest.mark.parametrize("seed", [1, 9])  # with 9, the first game is reset again, as it drew no no-ops
+def test_camera_films_the_same_game(seed):
     """The twin in colour stays in step, sticky actions and resets included."""
     args = small_args(ppo_atari, env_id="ALE/Breakout-v5")
     envs = ppo_atari.make_env(args, 1, Path("videos"))
     envs._save_video = lambda: None
-    envs.reset(seed=1)
+    envs.reset(seed=seed)
     overs = 0
     for action in np.random.default_rng(0).integers(4, size=(500, 1)):
         overs += "final_info" in envs.step(action)[4]

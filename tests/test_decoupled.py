@@ -146,6 +146,23 @@ def test_defaults_are_on_policy_in_turn_and_one_version_behind_beside_the_learne
     assert "warning" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("num_actors", [1, 2, 3])
+def test_no_actor_runs_ahead_of_the_others(script, num_actors, monkeypatch, capsys):
+    """One that is done first, while the learner is slow, must not take the room of another's second group."""
+    publish = script.Actors.publish
+
+    def slow(self, agent, version):
+        time.sleep(0.02)
+        publish(self, agent, version)
+
+    monkeypatch.setattr(script.Actors, "publish", slow)
+    args = small(script, num_actors=num_actors, num_envs=4 * num_actors, batch_unrolls=4 * num_actors)
+    args.total_timesteps = args.batch_size * 40
+    run_dir = script.train(args)
+    lags = scalars(run_dir, "charts/policy_lag_max" if script is impala_vtrace else "staleness/max")
+    assert {lag for _, lag in lags} == {0, 1} and "warning" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "flags,words",
     [
@@ -154,6 +171,7 @@ def test_defaults_are_on_policy_in_turn_and_one_version_behind_beside_the_learne
             "up to 6 versions behind the",
         ),
         (dict(num_envs=4, batch_unrolls=2, sync=False), "up to 2 versions behind the"),
+        (dict(num_envs=4, batch_unrolls=6, sync=False), "up to 2 versions behind the"),
         (dict(num_envs=4, batch_unrolls=2, sync=True), "up to 1 versions behind the"),
     ],
 )

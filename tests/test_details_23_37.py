@@ -162,6 +162,17 @@ def test_detail_30_rewards_scaled_by_the_deviation_of_discounted_returns():
         np.testing.assert_allclose(envs.returns, 1.5)
 
 
+def test_environments_that_offer_no_mask_call_everything_valid(monkeypatch):
+    """Beside others that offer one: gymnasium fills theirs with zeros."""
+    probes.MaskedLater.episodes = 0
+    losses = watch(monkeypatch, ppo_multidiscrete, "ppo_loss")
+    flags = dict(env_id="MaskedLater-v0", normalize=False, num_envs=4, num_minibatches=1, update_epochs=1)
+    ppo_multidiscrete.train(small_args(ppo_multidiscrete, num_steps=64, total_timesteps=256, **flags))
+    masks, first = (losses[0][0][1][name] for name in ("masks", "obs"))
+    starts = first[:, 0] == 0
+    assert 20 < starts.sum() < 200 and masks[starts].all() and not masks[~starts].all(1).any()
+
+
 def test_detail_31_rewards_clipped_to_10():
     rewards = np.zeros((1000, 1))
     rewards[-2:, 0] = 1e6, -1e6
@@ -180,6 +191,21 @@ def test_statistics_are_saved_and_frozen_in_evaluation(monkeypatch):
     mean, var, count = training.statistics  # of 17 components of the observations and of the returns
     assert mean.shape == (18,) and (count > 500).all() and (mean != 0).all() and (var != 1).all()
     np.testing.assert_array_equal(training.statistics, evaluation.statistics)
+
+
+@pytest.mark.parametrize("script", [ppo_continuous, ppo_multidiscrete], ids=lambda script: script.SCRIPT)
+def test_statistics_are_merged_before_they_are_saved(script, monkeypatch):
+    """A checkpoint has those of all processes: here the others' means are 1 higher, on average 0.5."""
+    own = []
+
+    def merge(self):
+        own.append(self.norm.mean.copy())
+        self.norm.mean += 0.5
+
+    monkeypatch.setattr(script.NormalizedEnvs, "merge_statistics", merge)
+    run_dir = script.train(small_args(script))
+    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)["agent"]["_extra_state"]
+    np.testing.assert_array_equal(state[0], own[-1] + 0.5)
 
 
 def test_observations_at_a_time_limit_are_normalized(monkeypatch):

@@ -566,3 +566,19 @@ def test_mistakes(flags, words):
     )
     assert done.returncode == 2 and re.search(words, done.stderr) and "Traceback" not in done.stderr
     assert not os.listdir()
+
+
+def test_many_tasks_have_a_folder_and_each_its_videos():
+    """A file's name has 255 bytes at most, and a second task must not write over the first one's videos."""
+    tasks = ",".join(["CartPole-v1", "CartPole-v0"] * 15)
+    args = small(env_id=tasks, num_envs=60, batch_unrolls=60, num_steps=4, total_timesteps=240)
+    run_dir = impala_vtrace.train(args)
+    assert run_dir.name.startswith("CartPole-v1,CartPole-v0,") and run_dir.is_dir()
+    for env_id in ("CartPole-v1", "CartPole-v0"):
+        envs = impala_vtrace.make_env(env_id, impala_vtrace.Args(eval_episodes=1), 1, run_dir / "videos")
+        envs.reset(seed=1)
+        for _ in range(100):
+            envs.step(np.zeros(1, np.int64))
+        envs.close()
+    names = sorted(path.name for path in (run_dir / "videos").glob("*.mp4"))
+    assert names == ["CartPole-v0-episode-0.mp4", "CartPole-v1-episode-0.mp4"]

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
+import probes
 import pytest
 import torch
 from conftest import scalars, small_args
@@ -508,6 +509,54 @@ def test_each_embedding_has_its_own_mean_distance():
     reward, _, info = curiosity(at(1.0, 50.0))
     assert curiosity.acting_embedding.distances.tolist() == [100, 1] and reward[0] == pytest.approx(1)
     assert old.distances[0] / old.distances[1] == pytest.approx(before.item(), rel=0.1)
+
+
+@torch.no_grad()
+def test_a_new_embedding_begins_with_the_mean_distance_of_the_one_before():
+    """For --evaluate of a checkpoint in which no episode has begun with it; its own distances outweigh it."""
+    curiosity = curiosity_of(rnd=False)
+    curiosity.begin(at(0.0), np.ones(1, bool))
+    for x in range(1, 50):
+        curiosity(at(float(x)))
+    before = curiosity.acting_embedding.distances
+    before = (before[0] / before[1]).item()
+    curiosity.refresh()
+    curiosity.eval().begin(at(0.0), np.ones(1, bool))
+    *_, info = curiosity(at(1.0))
+    assert before > 1 and info["distance"] == pytest.approx(before, rel=1e-4)
+    curiosity.train().begin(at(0.0), np.ones(1, bool))
+    nearest = curiosity.nearest(curiosity.embed(at(7.0)))
+    *_, info = curiosity(at(7.0))
+    assert info["distance"] == pytest.approx(nearest[0, 0], rel=1e-3)
+
+
+@pytest.mark.parametrize("how", ngu_r2d2.Bonus.__args__)
+def test_a_batch_of_one_step_has_a_finite_bonus(how):
+    """Episodes of one step make such sequences, and --batch-sequences 1 such batches."""
+    bonus = rescaled(torch.ones(3, 1), torch.tensor([[True], [False], [False]]), how)
+    assert bonus.abs().max() <= 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_process_goes_on_with_the_saved_replay(rank, monkeypatch):
+    """It is that one's: the others fill theirs anew, or all would have the same steps."""
+    run_dir = ngu_r2d2.train(small(save_replay=True))
+    steps = torch.load(run_dir / "checkpoint.pt", weights_only=True)["replay"]["steps"]
+    found, original = [], ngu_r2d2.Replay
+
+    class Kept(original):
+        def __init__(self, *args):
+            super().__init__(*args)
+            found.append(self)
+
+    monkeypatch.setattr(ngu_r2d2, "Replay", Kept)
+    monkeypatch.setattr(ngu_r2d2, "Actor", probes.own_mistake)  # after everything is loaded
+    monkeypatch.setattr(ngu_r2d2, "RANK", rank)
+    args = ngu_r2d2.load_checkpoint(run_dir)["args"]
+    args.resume, args.total_timesteps = str(run_dir), 528
+    with pytest.raises(ZeroDivisionError):
+        ngu_r2d2.train(args)
+    assert found[0].steps == (steps if rank == 0 else 0) and steps > 100
 
 
 class Times(torch.nn.Module):

@@ -33,8 +33,8 @@ PARENT = dict(ppo_shared="ppo", ppo_atari="ppo", ppo_continuous="ppo")
 PARENT |= dict(ppo_lstm="ppo_atari", ppo_multidiscrete="ppo_continuous")
 # against the parent: docstrings, and definitions that one lacks, not counted
 CHANGED_LINES = dict(ppo_shared=20, ppo_atari=95, ppo_continuous=80, ppo_lstm=150, ppo_multidiscrete=150)
-LINES = dict(ppo=616, ppo_shared=613, ppo_atari=754, ppo_continuous=697, ppo_lstm=822, ppo_multidiscrete=759)
-LINES |= dict(impala_vtrace=1107, ppo_async=983, ngu_r2d2=1270)
+LINES = dict(ppo=619, ppo_shared=616, ppo_atari=763, ppo_continuous=700, ppo_lstm=830, ppo_multidiscrete=765)
+LINES |= dict(impala_vtrace=1122, ppo_async=994, ngu_r2d2=1284)
 MORE_SECTIONS = dict(impala_vtrace=["Actors", "Replay"], ppo_async=["Actors"])  # after the algorithm
 MORE_SECTIONS |= dict(ngu_r2d2=["Curiosity", "Replay"])
 
@@ -143,6 +143,7 @@ OTHERWISE = {
         "Args.num_steps": "is of a segment",
         "Args.num_actors": "are of one task",
         "Args.batch_size": "counts segments",
+        "setup: torch.manual_seed": "seeds what is collected before the first iteration, too",
         "setup: actors.start": "begins with a version, which may be fewer than iterations",
         "iteration: frac": "counts versions, as only an update is progress",
         "setup: optimizer": "without CUDA graphs",
@@ -150,6 +151,7 @@ OTHERWISE = {
     },
     "ngu_r2d2": {
         "Args.learning_rate": "is not annealed",
+        "Args.amp": "is of an encoder",
         "setup: envs": "draw policies",
         "setup: seed": "is that of the first episodes",
         "setup: agent": "takes args",
