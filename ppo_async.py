@@ -708,8 +708,8 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
     if args.compile:
         update = torch.compile(update)
 
-    # before an iteration seeds: without it, all processes would begin by the same noise
-    torch.manual_seed(hash((args.seed, first_iteration, RANK, args.artificial_delay)))
+    if args.artificial_delay:  # what is held back is collected before the first iteration seeds each process
+        torch.manual_seed(hash((args.seed, first_iteration, RANK, args.artificial_delay)))
     # a resumed run begins new episodes
     actors.start(agent, version, args.seed + first_step + RANK * args.num_envs // WORLD_SIZE)
     held = deque(collect(actors) for _ in range(args.artificial_delay))

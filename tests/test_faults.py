@@ -374,7 +374,7 @@ def misfit_checkpoint(script):
     torch.save(whole, run_dir / "checkpoint.pt")
     if script in MISFITS:
         assert_one_line(
-            run(script, "--resume", run_dir, *MISFITS[script]), "cannot be loaded with these flags"
+            run(script, "--resume", run_dir, *MISFITS[script]), "cannot (be loaded|change replay_steps)"
         )
     assert sorted(run_dir.iterdir()) == before
 

@@ -143,7 +143,6 @@ OTHERWISE = {
         "Args.num_steps": "is of a segment",
         "Args.num_actors": "are of one task",
         "Args.batch_size": "counts segments",
-        "setup: torch.manual_seed": "seeds what is collected before the first iteration, too",
         "setup: actors.start": "begins with a version, which may be fewer than iterations",
         "iteration: frac": "counts versions, as only an update is progress",
         "setup: optimizer": "without CUDA graphs",
