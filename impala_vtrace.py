@@ -427,7 +427,7 @@ class Agent(nn.Module):  # differs from ppo.py: shallow or deep convolutions, wi
             starts, outputs = rows["starts"], []
             for steps in sequences(starts):
                 state = state * ~starts[steps.start, :, None]  # reset before the step whose done flag is set
-                output, (hidden, cell) = self.lstm(x[steps], (state[:1], state[1:]))
+                output, (hidden, cell) = self.lstm(x[steps], (state[:1].contiguous(), state[1:].contiguous()))
                 state = torch.cat((hidden, cell))
                 outputs.append(output)
             x = torch.cat(outputs)

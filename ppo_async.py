@@ -687,6 +687,7 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
         checkpoint = load_checkpoint(args.resume, parts, ("iteration", "last_returns", "version"))
         saved, last_returns = checkpoint["iteration"], checkpoint["last_returns"]
         version = checkpoint["version"]
+        optimizer.param_groups[0]["lr"] = lr  # not the checkpoint's
     first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
     if RANK == 0:
         run_lock, writer, bar = start_logging(args, run_dir, first_step)

@@ -82,14 +82,18 @@ breakout() { # 10M steps, to be done in 12 minutes
 }
 
 atari() { # the suites' rows
-    $for_nine_minutes python benchmark/run.py atari --seeds 1..3 --workers 4 --flags="--compile --amp"
+    $for_nine_minutes python benchmark/run.py atari --seeds 1..3 --workers 4 --flags="--compile --amp" || stopped=1
     python benchmark/compare.py --write
+    [ -z "${stopped-}" ]
 }
 
 failed=
 nvidia-smi | tee -a gpu.log
 for part in $parts; do
     echo "== $part" | tee -a gpu.log
-    "$part" 2>&1 | tee -a gpu.log || failed+=" $part"
+    set +e # here, as in "part || ...", the commands of a part would not end it
+    (set -e; "$part") 2>&1 | tee -a gpu.log
+    [ "${PIPESTATUS[0]}" = 0 ] || failed+=" $part"
+    set -e
 done
 [ -z "$failed" ] || { echo "failed or stopped:$failed" | tee -a gpu.log; exit 1; }

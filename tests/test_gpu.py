@@ -23,9 +23,19 @@ def full_precision(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def sanitizer_in_threads(monkeypatch):
-    """TORCH_CUDA_SANITIZER=1 watches the thread that imports PyTorch; actors have others."""
+    """TORCH_CUDA_SANITIZER=1 watches the thread that imports PyTorch; actors have others.
+
+    One thread at a time, as its numbers of launches and their records are made one after the other.
+    """
     if "TORCH_CUDA_SANITIZER" in os.environ:
-        run_thread = threading.Thread.run
+        run_thread, lock = threading.Thread.run, threading.RLock()
+        launch = torch.cuda._sanitizer.EventHandler._handle_kernel_launch
+
+        def launch_alone(*args):
+            with lock:
+                return launch(*args)
+
+        monkeypatch.setattr(torch.cuda._sanitizer.EventHandler, "_handle_kernel_launch", launch_alone)
 
         def watched(thread):
             with torch.cuda._sanitizer.cuda_sanitizer.dispatch:

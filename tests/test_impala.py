@@ -582,3 +582,17 @@ def test_many_tasks_have_a_folder_and_each_its_videos():
         envs.close()
     names = sorted(path.name for path in (run_dir / "videos").glob("*.mp4"))
     assert names == ["CartPole-v0-episode-0.mp4", "CartPole-v1-episode-0.mp4"]
+
+
+def test_states_that_the_lstm_is_given_are_contiguous(monkeypatch):
+    """cuDNN wants that; NumPy and torch.cat keep other layouts where a batch has one new unroll."""
+    found, forward = [], torch.nn.LSTM.forward
+
+    def spy(self, x, state):
+        found.append(all(part.is_contiguous() for part in state))
+        return forward(self, x, state)
+
+    monkeypatch.setattr(torch.nn.LSTM, "forward", spy)
+    flags = dict(lstm=True, replay_fraction=0.75, num_steps=4, num_envs=2, batch_unrolls=4)
+    impala_vtrace.train(small(**flags, total_timesteps=40, sync=True))
+    assert len(found) > 50 and all(found)
