@@ -661,8 +661,7 @@ class Curiosity(nn.Module):
         self.errors, self.novelties = RunningNorm(horizon=2e3 / WORLD_SIZE), RunningNorm()
         self.memory = np.zeros((num_envs, args.memory_size, 32), np.float32)
         self.remembered = np.zeros(num_envs, np.int64)
-        self.embedding.register_buffer("distances", torch.zeros(2))  # of a copy that acts: sum and number
-        self.acting_embedding = deepcopy(self.embedding).requires_grad_(False)
+        self.acting_embedding = self.copied_embedding(torch.zeros(2))
         self.embeddings = [self.acting_embedding] * num_envs  # of the episode in each environment
 
     def refresh(self):
@@ -671,9 +670,14 @@ class Curiosity(nn.Module):
         An episode keeps the embedding that it began with, as its memories are of that one.
         """
         before = self.acting_embedding.distances
-        self.acting_embedding = deepcopy(self.embedding).requires_grad_(False)
-        # their mean so far, which the first distances of its own outweigh
-        self.acting_embedding.distances.copy_(before / before[1].clamp(min=1e-6) * 1e-6)
+        # It begins with the mean distance so far, which the first distances of its own outweigh.
+        self.acting_embedding = self.copied_embedding(before / before[1].clamp(min=1e-6) * 1e-6)
+
+    def copied_embedding(self, distances: Tensor) -> nn.Module:
+        """The embedding as it is now, with the sum and the number of the distances to begin with (2,)."""
+        copy = deepcopy(self.embedding).requires_grad_(False)
+        copy.register_buffer("distances", distances)
+        return copy
 
     def merge(self):
         """Statistics with those of torchrun's other processes."""
