@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# What is to be tested and measured on a GPU; nothing of it was, so far. Each part stands alone and ends within ten
-# minutes: those of the suites stop then, and go on from their checkpoints when they are called again.
+# What is to be tested and measured on a GPU; nothing of it was, so far. Each part stands alone and should take less than
+# ten minutes: those of the suites stop then, and go on from their checkpoints when they are called again.
 #
 #     bash benchmark/gpu.sh                     # all of it, into benchmark/results/ and gpu.log
 #     bash benchmark/gpu.sh eager speed         # only these parts
 set -euo pipefail
 cd "$(dirname "$0")/.."
-tests="eager compiled graphs processes sanitizer syncs"
+tests="eager compiled graphs inductor processes sanitizer syncs"
 parts=${*:-$tests speed modes atari-modes decoupled breakout atari}
 for_nine_minutes="timeout --signal=INT 540"
 
@@ -19,7 +19,11 @@ compiled() { # with --compile, too
 }
 
 graphs() { # CUDA graphs learn what eager mode learns
-    python -m pytest -q tests/test_gpu.py -k "eager_mode"
+    python -m pytest -q tests/test_gpu.py -k "eager_mode and alone"
+}
+
+inductor() { # so does compiled code in them
+    python -m pytest -q tests/test_gpu.py -k "eager_mode and inductor"
 }
 
 processes() { # two of torchrun: on the CPU beside a GPU, and on two GPUs if there are two

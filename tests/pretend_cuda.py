@@ -503,8 +503,17 @@ def checked(lstm):
     return checked_lstm
 
 
+def get_rng_state(*_) -> torch.Tensor:
+    """PyTorch's compiler asks for it whenever it compiles, and so must not compile within a capture."""
+    if GPU.graph:
+        raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
+    return torch.zeros(16, dtype=torch.uint8)
+
+
 def check_capturable(optimizer: torch.optim.Optimizer):
     """What step() checks in builds with CUDA."""
+    if torch.compiler.is_compiling():
+        return
     if GPU.graph and not all(group["capturable"] for group in optimizer.param_groups):
         raise RuntimeError(f"Attempting CUDA graph capture of step() for {optimizer} without capturable=True")
 
@@ -519,7 +528,7 @@ def fakes() -> list[tuple[object, dict]]:
     cuda |= dict(CUDAGraph=CUDAGraph, graph=capture)
     cuda |= dict(is_current_stream_capturing=lambda: GPU.graph is not None)
     cuda |= dict(manual_seed=lambda seed: None, manual_seed_all=lambda seed: None)  # numbers are the CPU's
-    cuda |= dict(get_rng_state=lambda *_: torch.zeros(16, dtype=torch.uint8), set_rng_state=lambda *_: None)
+    cuda |= dict(get_rng_state=get_rng_state, set_rng_state=lambda *_: None)
     cuda |= dict(get_device_name=lambda *_: "pretend GPU", get_device_capability=lambda *_: (9, 0))
     cuda |= dict(is_bf16_supported=lambda *_: True)
     checks = [name for name in vars(torch.optim.Optimizer) if name.endswith("_graph_capture_health_check")]
