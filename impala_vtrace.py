@@ -852,8 +852,8 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
     replay, num_replayed = None, (args.batch_unrolls - args.new_unrolls) // WORLD_SIZE
     logged, lags, status = first_iteration, [], ""  # iterations up to the last log, and since then
     for iteration in range(first_iteration, args.num_iterations):
-        # Seeding in every iteration leaves no random state to save. Seeded by hash(), Reacher learned less.
-        torch.manual_seed(int(np.random.SeedSequence((args.seed, iteration, RANK)).generate_state(1)[0]))
+        # Seeding in every iteration leaves no random state to save. Python salts no hash of integers.
+        torch.manual_seed(hash((args.seed, iteration, RANK)))
         frac = 1 - iteration / args.num_iterations
         lr.fill_(args.learning_rate * (frac if args.anneal_lr else 1))
         step, episodes = (iteration + 1) * args.batch_size, []

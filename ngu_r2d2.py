@@ -1036,8 +1036,8 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     replay.begin(envs.row)
     seen, trained_steps, batch_sequences = [], 0, args.batch_sequences // WORLD_SIZE
     for iteration in range(first_iteration, args.num_iterations):
-        # Seeding in every iteration leaves no random state to save. Seeded by hash(), Reacher learned less.
-        torch.manual_seed(int(np.random.SeedSequence((args.seed, iteration, RANK)).generate_state(1)[0]))
+        # Seeding in every iteration leaves no random state to save. Python salts no hash of integers.
+        torch.manual_seed(hash((args.seed, iteration, RANK)))
         rng = np.random.default_rng((args.seed, iteration, RANK))
         step, episodes, info, reward = iteration * args.batch_size, [], {}, 0.0
 

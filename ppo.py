@@ -342,8 +342,8 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     with stall_limit:
         next_obs, _ = envs.reset(seed=args.seed + first_step + RANK * N)  # resumed: new episodes
     for iteration in range(first_iteration, args.num_iterations):
-        # Seeding in every iteration leaves no random state to save. Seeded by hash(), Reacher learned less.
-        torch.manual_seed(int(np.random.SeedSequence((args.seed, iteration, RANK)).generate_state(1)[0]))
+        # Seeding in every iteration leaves no random state to save. Python salts no hash of integers.
+        torch.manual_seed(hash((args.seed, iteration, RANK)))
         frac = 1 - iteration / args.num_iterations  # detail 4: learning rate annealing
         optimizer.param_groups[0]["lr"].fill_(args.learning_rate * (frac if args.anneal_lr else 1))
         clip.fill_(args.clip_coef * (frac if args.anneal_clip else 1))  # auxiliary detail 1: clip annealing

@@ -710,14 +710,13 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
         update = torch.compile(update)
 
     if args.artificial_delay:  # what is held back is collected before the first iteration seeds each process
-        sequence = np.random.SeedSequence((args.seed, first_iteration, RANK, args.artificial_delay))
-        torch.manual_seed(int(sequence.generate_state(1)[0]))
+        torch.manual_seed(hash((args.seed, first_iteration, RANK, args.artificial_delay)))
     # a resumed run begins new episodes
     actors.start(agent, version, args.seed + first_step + RANK * args.num_envs // WORLD_SIZE)
     held = deque(collect(actors) for _ in range(args.artificial_delay))
     for iteration in range(first_iteration, args.num_iterations):
-        # Seeding in every iteration leaves no random state to save. Seeded by hash(), Reacher learned less.
-        torch.manual_seed(int(np.random.SeedSequence((args.seed, iteration, RANK)).generate_state(1)[0]))
+        # Seeding in every iteration leaves no random state to save. Python salts no hash of integers.
+        torch.manual_seed(hash((args.seed, iteration, RANK)))
         frac = 1 - version / args.num_iterations  # detail 4: learning rate annealing, by versions
         optimizer.param_groups[0]["lr"].fill_(args.learning_rate * (frac if args.anneal_lr else 1))
         clip.fill_(args.clip_coef * (frac if args.anneal_clip else 1))  # auxiliary detail 1: clip annealing

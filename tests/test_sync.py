@@ -34,7 +34,7 @@ PARENT |= dict(ppo_lstm="ppo_atari", ppo_multidiscrete="ppo_continuous")
 # against the parent: docstrings, and definitions that one lacks, not counted
 CHANGED_LINES = dict(ppo_shared=20, ppo_atari=95, ppo_continuous=80, ppo_lstm=150, ppo_multidiscrete=150)
 LINES = dict(ppo=619, ppo_shared=616, ppo_atari=763, ppo_continuous=700, ppo_lstm=830, ppo_multidiscrete=765)
-LINES |= dict(impala_vtrace=1122, ppo_async=996, ngu_r2d2=1288)
+LINES |= dict(impala_vtrace=1122, ppo_async=995, ngu_r2d2=1288)
 MORE_SECTIONS = dict(impala_vtrace=["Actors", "Replay"], ppo_async=["Actors"])  # after the algorithm
 MORE_SECTIONS |= dict(ngu_r2d2=["Curiosity", "Replay"])
 
