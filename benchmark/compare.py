@@ -5,14 +5,15 @@
     python benchmark/compare.py ngu --reach 0.5    # and says when each seed first was so good
 
 A row has each seed's mean of its last 100 training episodes, at the last step that all seeds reached. It is
-judged by the highest of its published means, as verdict.py says. Without a word are rows of fewer than five
-seeds, rows that were cut, rows of which nothing with a spread is published, and those where a policy of
-random actions would pass. A row that is lower: exit code 1.
+judged beside all of its published means that have a spread, as verdict.py says. Without a word are rows of
+fewer than five seeds, rows that were cut, rows whose seeds are of an unknown build or of several, rows of
+which nothing with a spread is published, and those where a policy of random actions would not be called
+lower. With a --total-timesteps in --flags nothing is published. A row that is lower: exit code 1.
 """
 
 import csv
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated
@@ -24,10 +25,10 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmark import figures  # noqa: E402
-from benchmark.cli import fail  # noqa: E402
+from benchmark.cli import fail, write_file  # noqa: E402
 from benchmark.run import check_flags, read_table  # noqa: E402
 from benchmark.suites import PUBLISHED, SUITES, Row, Target  # noqa: E402
-from benchmark.verdict import LEAST_SEEDS, Published, difference, iqm, word  # noqa: E402
+from benchmark.verdict import LEAST_SEEDS, Published, iqm, verdict  # noqa: E402
 
 RESULTS = ROOT / "benchmark/results"
 PAGE = ROOT / "benchmark/RESULTS.md"
@@ -92,11 +93,12 @@ def published(target: Target, step: float, is_end: bool) -> Published | None:
 
 @dataclass
 class Result:
-    """What we have of a row: episodes (n, 2) of step and return by seed, and the builds that made them."""
+    """What we have of a row: episodes (n, 2) of step and return by seed, and what made them."""
 
     row: Row
     seeds: dict[int, np.ndarray]
-    builds: tuple[str, ...] = ()
+    files: set[str] = field(default_factory=set)  # fingerprints of the files that made them; one, or no word
+    commits: set[str] = field(default_factory=set)  # that had these files
 
     @property
     def reached(self) -> float:
@@ -126,20 +128,35 @@ class Result:
         return self.reached < 0.98 * self.row.steps
 
 
+def episodes(path: Path) -> np.ndarray:
+    """Step and return (n, 2) of a run's CSV."""
+    try:
+        lines = path.read_text().splitlines()[1:] or [""]
+        found = np.array([line.split(",") for line in lines])[:, [0, 2]].astype(float)
+    except (OSError, ValueError, IndexError) as error:
+        fail(f"{path} is not the CSV of a run: {error}")
+    if not np.isfinite(found).all():
+        fail(f"{path} has returns that are not finite")
+    return found
+
+
 def load(suite: str, row: Row, args: Args) -> Result | None:
-    folder, prefix, seeds, builds = args.results / suite, f"{row.name(args.flags)}__", {}, {}
-    runs = read_table(folder / "runs.csv")
-    for path in folder.glob("*.csv"):
+    folder, prefix = args.results / suite, f"{row.name(args.flags)}__"
+    runs, result = read_table(folder / "runs.csv"), Result(row, {})
+    for path in sorted(folder.glob("*.csv")):
         seed = path.stem.removeprefix(prefix)
-        if seed.isdigit():
-            seeds[int(seed)] = np.loadtxt(path, delimiter=",", skiprows=1, usecols=(0, 2), ndmin=2)
-            run = runs.get(path.stem, dict(commit="unknown", fingerprint="unknown"))
-            builds[run["fingerprint"]] = run["commit"]
-    return Result(row, dict(sorted(seeds.items())), tuple(builds.values())) if seeds else None
+        if path.stem.startswith(prefix) and seed.isdigit():
+            result.seeds[int(seed)] = episodes(path)
+            run = runs.get(path.stem, dict(commit="unknown", fingerprint="unknown", changed="nothing"))
+            is_changed = any(file.split()[0] in run["changed"] for file in run["fingerprint"].split(", "))
+            result.files.add(run["fingerprint"])
+            result.commits.add(run["commit"] + " and changes" * is_changed)
+    result.seeds = dict(sorted(result.seeds.items()))
+    return result if result.seeds else None
 
 
 def judge(result: Result, theirs: list[Published]) -> tuple[str, str]:
-    """The interval of the difference to the highest published mean, and the verdict on it."""
+    """The difference to the published mean that decides, with its interval, and the verdict."""
     ours = result.at(result.reached)
     with_spread = [x for x in theirs if x.error is not None]
     if not result.row.targets:
@@ -148,14 +165,18 @@ def judge(result: Result, theirs: list[Published]) -> tuple[str, str]:
         return "", f"cut at {result.reached / 1e6:.2g}M"
     if not with_spread:
         return "", "published without a spread"
-    best = max(with_spread, key=lambda x: x.mean)
-    middle, low, high = difference(ours, best) if len(ours) > 1 else (None, None, None)
-    cell = f"{signed(middle)} [{signed(low)}, {signed(high)}]" if len(ours) > 1 else ""
+    if len(ours) == 1:
+        return "", "1 seed: no word"
+    source, (middle, low, high), said = verdict(ours, with_spread)
+    cell = f"{signed(middle)} [{signed(low)}, {signed(high)}] to {number(source.mean)}"
     if len(ours) < LEAST_SEEDS:
-        return cell, f"{len(ours)} seed{'s' * (len(ours) > 1)}: no word"
-    if random_returns().get(result.row.task, -np.inf) >= best.mean - 2 * best.spread:
+        return cell, f"{len(ours)} seeds: no word"
+    if "unknown" in result.files or len(result.files) > 1:
+        return cell, "not of one build: no word"
+    random = random_returns().get(result.row.task)
+    if random is not None and verdict(ours - ours.mean() + random, with_spread)[2] != "lower":
         return cell, "random actions would pass: no word"
-    return cell, word(low, high)
+    return cell, said
 
 
 # === Tables ==================================================================================
@@ -219,7 +240,7 @@ def line_of(row: Row, result: Result | None, shared: dict[str, str]) -> list[str
     spread = f"{number(ours.mean())} ± {number(ours.std(ddof=1))}" if len(ours) > 1 else number(ours.mean())
     middle = number(iqm(ours)) if len(ours) >= LEAST_SEEDS else ""
     steps = f"{millions(result.reached)} of {millions(row.steps)}" if result.is_cut else millions(row.steps)
-    builds = " and ".join(result.builds)
+    builds = ", ".join(sorted(result.commits))
     return [row.script, task, steps, each, spread, middle, "; ".join(cells), *judge(result, theirs), builds]
 
 
@@ -304,7 +325,9 @@ def write_between(page: Path, name: str, content: str):
     """Replaces what a page has between two comments."""
     before, begin, rest = page.read_text().partition(f"<!-- {name} -->\n")
     _, end, after = rest.partition(f"\n<!-- end of {name} -->")
-    page.write_text(before + begin + content + end + after)
+    if not begin or not end:
+        fail(f"{page} has no place for {name}")
+    write_file(page, before + begin + content + end + after)
 
 
 def write(args: Args, results: dict[str, list[tuple[Row, Result | None]]]):
@@ -317,7 +340,7 @@ def write(args: Args, results: dict[str, list[tuple[Row, Result | None]]]):
         parts += [f"<h2>{suite}</h2>", figures.html_table(table(content))]
         parts += [f"<p>{flags_line([row for row, _ in content])}"]
         parts += [figures.html_image(figure(content))] if any(result for _, result in content) else []
-    (args.results / "index.html").write_text(figures.html_page("Benchmark", parts))
+    write_file(args.results / "index.html", figures.html_page("Benchmark", parts))
     if args.results.resolve() == RESULTS and not args.flags:
         for suite in args.suites:
             write_between(PAGE, suite, section(suite, results[suite]))
@@ -330,7 +353,15 @@ def main():
     check_flags(args.flags)
     if not args.results.is_dir():
         fail(f"--results {args.results}: there is no such folder")
-    results = {suite: [(row, load(suite, row, args)) for row in SUITES[suite]] for suite in SUITES}
+    steps = Row("", "", 0).options(args.flags).get("total-timesteps")
+    suites = SUITES
+    if steps:  # another schedule than the published runs had
+        if not steps.isdigit():
+            fail(f"--flags: total-timesteps cannot be {steps}")
+        suites = {
+            suite: [replace(row, steps=int(steps), targets=()) for row in SUITES[suite]] for suite in SUITES
+        }
+    results = {suite: [(row, load(suite, row, args)) for row in suites[suite]] for suite in suites}
     is_lower = False
     for suite in args.suites:
         print(f"\n{suite}\n\n{section(suite, results[suite], args.results)}")

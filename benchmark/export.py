@@ -13,6 +13,9 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmark.cli import fail  # noqa: E402
+
 
 def export(run_dir: Path | str, path: Path | str):
     """Write path, whole or not at all."""
@@ -31,14 +34,18 @@ def export(run_dir: Path | str, path: Path | str):
         clock[step], before = seconds, now
     lengths = events.Scalars("charts/episodic_length")
     returns = events.Scalars("charts/episodic_return")
-    if "policies/return_0" in events.Tags()["scalars"]:
-        first = Counter((e.step, e.value) for e in events.Scalars("policies/return_0"))
+    tags = events.Tags()["scalars"]
+    if any(tag.startswith("policies/return_") for tag in tags):
+        of_first = events.Scalars("policies/return_0") if "policies/return_0" in tags else []
+        first = Counter((e.step, e.value) for e in of_first)
         kept = []
         for e, n in zip(returns, lengths, strict=True):
             if first[e.step, e.value] > 0:
                 first[e.step, e.value] -= 1
                 kept.append((e, n))
-        returns, lengths = zip(*kept, strict=True) if kept else ((), ())
+        if not kept:
+            raise ValueError(f"{run_dir}: no episode of the first policy has ended")
+        returns, lengths = zip(*kept, strict=True)
     steps, k = sorted(clock), 0
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,4 +60,9 @@ def export(run_dir: Path | str, path: Path | str):
 
 
 if __name__ == "__main__":
-    export(*sys.argv[1:])
+    if len(sys.argv) != 3 or not Path(sys.argv[1]).is_dir():
+        fail("give a run folder and the CSV to write")
+    try:
+        export(*sys.argv[1:])
+    except (OSError, ValueError) as error:
+        fail(error)

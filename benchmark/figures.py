@@ -11,6 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 
+from benchmark.cli import write_file
+
 matplotlib.rcParams["svg.hashsalt"] = "benchmark"  # the same curves make the same file
 
 # of each source of published curves, in all figures
@@ -78,8 +80,10 @@ def png(figure: Figure, dpi: int = 100) -> bytes:
 
 def save(figure: Figure, path: Path):
     """As PNG and as SVG beside it."""
-    path.with_suffix(".png").write_bytes(png(figure))
-    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    write_file(path.with_suffix(".png"), png(figure))
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    write_file(path.with_suffix(".svg"), buffer.getvalue())
 
 
 STYLE = "body{font:14px sans-serif;margin:2em} table{border-collapse:collapse;margin:1em 0} "

@@ -2,9 +2,10 @@
 
     python benchmark/human.py runs/NAME [runs/NAME ...]
 
-It takes the mean of a run's last 100 episodes, or the tasks/ of a run of several games, and prints the median
-and the mean of what is capped at 100 %. Scores of random and human play are those of table C.1 of Espeholt
-et al. 2018 (https://arxiv.org/abs/1802.01561), in published/atari_random_human.csv.
+It takes the mean of a run's last 100 episodes, or the tasks/ of a run of several games. Of several runs of a
+game it takes the mean. It prints the median over the games, and the mean of what is capped at 100 %. Scores
+of random and human play are those of table C.1 of Espeholt et al. 2018 (https://arxiv.org/abs/1802.01561), in
+published/atari_random_human.csv.
 """
 
 import csv
@@ -48,6 +49,8 @@ def human_normalized(returns: dict[str, float]) -> dict[str, float]:
 
 def last_returns(run: Path) -> dict[str, float]:
     """Mean return by environment id, from a run's TensorBoard events."""
+    if not run.is_dir():
+        fail(f"{run}: there is no such folder")
     events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
     tasks = [tag for tag in events.Tags()["scalars"] if tag.startswith("tasks/")]
     if tasks:
@@ -63,13 +66,13 @@ def last_returns(run: Path) -> dict[str, float]:
 def main():
     percent = {}
     for run in tyro.cli(Args).runs:
-        returns = last_returns(run)
-        percent |= human_normalized(returns)
-    for env_id, x in percent.items():
-        print(f"{env_id}: {x:.1f} %")
+        for env_id, x in human_normalized(last_returns(run)).items():
+            percent.setdefault(env_id, []).append(x)
+    for env_id, each in percent.items():
+        print(f"{env_id}: {np.mean(each):.1f} %" + f" of {len(each)} runs" * (len(each) > 1))
     if not percent:
         fail("no run is of an Atari game")
-    values = np.array(list(percent.values()))
+    values = np.array([np.mean(each) for each in percent.values()])
     print(f"median {np.median(values):.1f} %, mean of what is capped {values.clip(max=100).mean():.1f} %")
 
 

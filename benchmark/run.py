@@ -10,9 +10,9 @@ CSV a run, with a row an episode, and runs.csv, with a row a run: build, machine
 when each part of the run began, and the seconds of all parts. Run folders are in RESULTS/SUITE/unfinished/
 until their runs have reached the end of their schedule.
 
-A run belongs to its command and to the fingerprints of its files, as `git hash-object` prints them. Where a
-folder or a row of runs.csv has the same name but was made by another command or by other files, run.py ends
-with a message; --anew throws the folder away, and runs what the row is of again.
+A run belongs to its command and to the fingerprints of its files, as `git hash-object` prints them. A row of
+runs.csv that has the same name but was made by another command or by other files stays as it is, and run.py
+says so; it ends with a message where an unfinished folder was. --anew throws either away and runs it again.
 
 --stop-at ends runs early on their full schedule, so that they stay comparable with the beginning of a
 published curve; a higher one continues them. --total-timesteps changes the schedule itself.
@@ -21,6 +21,7 @@ published curve; a higher one continues them. --total-timesteps changes the sche
 import csv
 import fcntl
 import hashlib
+import io
 import json
 import os
 import platform
@@ -45,13 +46,17 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmark.cli import fail  # noqa: E402
+from benchmark.cli import fail, write_file  # noqa: E402
 from benchmark.export import export  # noqa: E402
 from benchmark.suites import SUITES, Row  # noqa: E402
 
 # cores may be shared with others: only an environment that takes ten minutes for a step has stalled
 PATIENCE = ("--stall-seconds", "600")
 PACKAGES = ("torch", "numpy", "gymnasium", "ale-py", "mujoco", "minigrid", "gym-microrts")
+COLUMNS = (
+    "run,script,env_id,seed,steps,schedule,seconds,parts,started,commit,changed,machine,threads,versions"
+)
+COLUMNS = [*COLUMNS.split(","), "command", "fingerprint"]  # of runs.csv
 SuiteName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=f"one of {', '.join(SUITES)}")]
 
 
@@ -154,21 +159,26 @@ class Run:
         return json.loads(path.read_text()) if path.exists() else {}
 
     def write_record(self, record: dict):
-        path = self.folder / "run.json"
-        path.with_suffix(".tmp").write_text(json.dumps(record, indent=1))
-        path.with_suffix(".tmp").replace(path)
+        write_file(self.folder / "run.json", json.dumps(record, indent=1))
 
     def is_mine(self, record: dict) -> bool:
         return all(record.get(name) == x for name, x in self.identity.items())
 
-    def obstacle(self) -> str | None:
-        """What has this run's name but was made by another command or by other files."""
-        for what, record in ((self.folder, self.record()), (self.csv, read_table(self.table).get(self.name))):
-            if record and not self.is_mine(record):
-                names = [name for name, x in self.identity.items() if record.get(name) != x]
-                before, now = record.get(names[0]), self.identity[names[0]]
-                return f"{what} has another {names[0]}: {before}, not {now}"
-        return None
+    def difference(self, record: dict) -> str:
+        """In what a record of another run with this name differs."""
+        name = next(name for name, x in self.identity.items() if record.get(name) != x)
+        return f"has another {name}: {record.get(name, 'an unknown one')}, not {self.identity[name]}"
+
+    def row_of_another(self) -> str | None:
+        """What runs.csv has under this run's name, if that was made by another command or by other files."""
+        row = read_table(self.table).get(self.name)
+        return f"{self.csv} {self.difference(row)}" if row and not self.is_mine(row) else None
+
+    def folder_of_another(self) -> str | None:
+        """Its folder, if that was made by another command or by other files, or has no record."""
+        record, is_begun = self.record(), any(self.folder.glob("runs/*"))
+        is_of_another = (record or is_begun) and not self.is_mine(record)
+        return f"{self.folder} {self.difference(record)}" if is_of_another else None
 
     def is_done(self) -> bool:
         if not self.csv.exists():
@@ -200,12 +210,12 @@ class Run:
                 path.unlink(missing_ok=True)
 
     def train(self, lock, stopping: threading.Event):
-        if self.obstacle() and not self.args.anew:
-            raise Mistake(self.obstacle())
+        if (obstacle := self.row_of_another() or self.folder_of_another()) and not self.args.anew:
+            raise Mistake(obstacle)
         if self.identity["fingerprint"] != fingerprint(self.row):
             raise Mistake(f"{self.row.script}.py is not what it was when run.py began; start it again")
-        if self.record() and not self.is_mine(self.record()):
-            shutil.rmtree(self.folder)
+        if self.folder_of_another():
+            remove(self.folder)
         record = self.record() or self.identity | dict(parts=[])
         end_last_part(record["parts"], self.log)
         if self.run_dir() and self.is_beyond():
@@ -255,10 +265,21 @@ class Run:
         for name in ("started", "commit", "changed", "machine", "threads", "versions"):
             different = dict.fromkeys(str(part[name]) for part in parts)
             row[name] = " | ".join(different)
-        export(self.run_dir(), self.csv)
-        write_row(self.table, row | self.identity)
+        new = self.csv.with_suffix(".new")
+        export(self.run_dir(), new)
+        write_row(self.table, self.name, None)  # a kill leaves no row beside the episodes of another run
+        new.replace(self.csv)
+        write_row(self.table, self.name, row | self.identity)
         if self.steps == self.schedule:
-            shutil.rmtree(self.folder)
+            remove(self.folder)
+
+
+def remove(folder: Path):
+    """At once, for a reader: what a kill leaves of it has another name."""
+    removed = folder.with_name(f"{folder.name}.removed")
+    shutil.rmtree(removed, ignore_errors=True)
+    folder.rename(removed)
+    shutil.rmtree(removed)
 
 
 def end_last_part(parts: list[dict], log: Path):
@@ -286,7 +307,10 @@ def read_table(path: Path) -> dict[str, dict]:
     if not path.exists():
         return {}
     with open(path, newline="") as file:
-        return {row["run"]: row for row in csv.DictReader(file)}
+        reader = csv.DictReader(file)
+        if reader.fieldnames != COLUMNS:
+            fail(f"{path} has other columns than {', '.join(COLUMNS)}")
+        return {row["run"]: row for row in reader}
 
 
 @contextmanager
@@ -297,15 +321,15 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def write_row(path: Path, row: dict):
-    """Adds a row to runs.csv, or replaces that of the same run. Rows are in order of their names."""
+def write_row(path: Path, name: str, row: dict | None):
+    """Adds a run's row to runs.csv, replaces it, or removes it if it is None. Rows are in order of names."""
     with locked(path):
-        rows = read_table(path) | {row["run"]: row}
-        with open(path.with_suffix(".tmp"), "w", newline="") as file:
-            writer = csv.DictWriter(file, row, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows[name] for name in sorted(rows))
-        path.with_suffix(".tmp").replace(path)
+        rows = read_table(path) | {name: row}
+        text = io.StringIO()
+        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows[name] for name in sorted(rows) if rows[name])
+        write_file(path, text.getvalue())
 
 
 # === Main ====================================================================================
@@ -322,12 +346,13 @@ def seed_list(text: str) -> list[int]:
     return seeds
 
 
-def check_flags(flags: str):
+def check_flags(flags: str, *taken: str):
+    """taken: names of flags that the tool has itself, besides those of all tools."""
     if flags.strip() and not flags.strip().startswith("--"):
         fail(f"--flags {flags!r}: write them as for a script, such as --flags='--learning-rate 1e-3'")
     names = {word[2:].partition("=")[0].replace("_", "-") for word in flags.split() if word.startswith("--")}
-    if taken := sorted(names & {"env-id", "seed", "resume", "evaluate"}):
-        fail(f"--flags: task, seed and run folder are run.py's own to give, not --{taken[0]}")
+    if wrong := sorted(names & {"env-id", "seed", "resume", "evaluate", *taken}):
+        fail(f"--flags: --{wrong[0]} is not to be given among them")
 
 
 def planned(args: Args) -> list[tuple[Row, int]]:
@@ -344,7 +369,7 @@ def planned(args: Args) -> list[tuple[Row, int]]:
     for name in ("workers", "threads", "total_timesteps", "stop_at"):
         if (x := getattr(args, name)) is not None and x < 1:
             fail(f"{name} cannot be {x}")
-    check_flags(args.flags)
+    check_flags(args.flags, "total-timesteps")  # which is run.py's own
     rows = [row for row in SUITES[args.suite] if not args.scripts or row.script in args.scripts]
     rows = [row for row in rows if not args.env_ids or row.env_id in args.env_ids]
     seeds = seed_list(args.seeds) if args.seeds else range(1, 1 + max(row.seeds for row in rows))
@@ -354,15 +379,28 @@ def planned(args: Args) -> list[tuple[Row, int]]:
     return plan
 
 
+def possible(runs: list[Run]) -> list[Run]:
+    """Those that may be run: without --anew, not those that are recorded of other builds."""
+    if too_long := [run.name for run in runs if len(run.name) > 240]:
+        fail(f"{too_long[0]} is too long for the name of a file: give fewer flags")
+    of_others = {run.name: text for run in runs if not run.args.anew and (text := run.row_of_another())}
+    if of_others:
+        share = f"{len(of_others)} of {len(runs)} runs are such and stay; --anew makes them again"
+        text = f"{next(iter(of_others.values()))}; {share}"
+        if len(of_others) == len(runs):
+            fail(text)
+        print(f"run.py: {text}", file=sys.stderr)
+    runs = [run for run in runs if run.name not in of_others]
+    folders = [text for run in runs if not run.args.anew and (text := run.folder_of_another())]
+    if folders:
+        fail(f"{folders[0]} ({len(folders)} of {len(runs)} runs); --anew makes them again")
+    return runs
+
+
 def main():
     args = tyro.cli(Args, description=__doc__)
     args.results = args.results.resolve()
-    runs = [Run(args, row, seed) for row, seed in planned(args)]
-    obstacles = [text for run in runs if (text := run.obstacle())]
-    if obstacles and not args.anew:
-        fail(f"{obstacles[0]} ({len(obstacles)} of {len(runs)} runs); --anew makes them again")
-    if too_long := [run.name for run in runs if len(run.name) > 240]:
-        fail(f"{too_long[0]} is too long for the name of a file: give fewer flags")
+    runs = possible([Run(args, row, seed) for row, seed in planned(args)])
     stopping = threading.Event()
 
     def progress() -> int:

@@ -15,11 +15,13 @@ A round resumes with a total that grows by that much, not with the whole total a
 all members compare at the same step, and the same seed gives the same population of PPO, however often it was
 stopped (a stopped round begins anew). Annealing is off, for it would end at each such total: the schedule is
 what evolution finds. RESULTS/pbt/TASK__SCRIPT__pbt__SEED.csv has a row a round and member, with fitness and
-step at its end.
+step at its end; beside it, a JSON file has the settings, the build and the machine with which it began.
 """
 
 import csv
 import importlib
+import io
+import json
 import os
 import shutil
 import signal
@@ -37,7 +39,7 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmark import run  # noqa: E402
-from benchmark.cli import fail  # noqa: E402
+from benchmark.cli import fail, write_file  # noqa: E402
 from benchmark.suites import Row  # noqa: E402
 
 
@@ -153,13 +155,13 @@ class Trial(run.Run):
 
 
 def run_suite(args: Suite):
-    trials = [Trial(args, row, seed) for row, seed in run.planned(args)]
+    trials = run.possible([Trial(args, row, seed) for row, seed in run.planned(args)])
     missing = [trial for trial in trials if not trial.is_done()]
     print(f"{len(trials) - len(missing)} of {len(trials)} runs are done")
     for trial, (row, episodes) in trained(connect(args), args, missing) if missing else ():
-        run.write_row(trial.table, row)
-        trial.csv.with_suffix(".tmp").write_text(episodes)
-        trial.csv.with_suffix(".tmp").replace(trial.csv)
+        run.write_row(trial.table, trial.name, None)
+        write_file(trial.csv, episodes)
+        run.write_row(trial.table, trial.name, row)
         print(trial.name, flush=True)
 
 
@@ -234,12 +236,26 @@ class Round(run.Run):
 
 
 def save(path: Path, rows: list[dict]):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_suffix(".tmp"), "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    path.with_suffix(".tmp").replace(path)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_file(path, text.getvalue())
+
+
+def check_identity(args: Population, table: Path):
+    """What the population was made of stands beside its table; another population cannot go on with it."""
+    path, names = table.with_suffix(".json"), ("population", "round_steps", "spread", "flags")
+    identity = {name: getattr(args, name) for name in names}
+    identity |= dict(fingerprint=run.fingerprint(Row(args.script, args.env_id, 0)))
+    before = json.loads(path.read_text()) if path.exists() else None
+    if table.exists():
+        for name, x in identity.items():
+            if before is None or before[name] != x:
+                fail(f"{table} has {name} {before[name] if before else 'unknown'}, not {x}: remove it first")
+    else:
+        table.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, json.dumps(identity | run.build() | run.machine(), indent=1))
 
 
 def run_population(args: Population):
@@ -252,9 +268,8 @@ def run_population(args: Population):
         if getattr(args, name) < least:
             fail(f"{name} must be at least {least}")
     table = args.results / "pbt" / f"{args.name}.csv"
+    check_identity(args, table)
     rows = list(csv.DictReader(table.open())) if table.exists() else []
-    if rows and int(rows[-1]["member"]) + 1 != N:
-        fail(f"{table} has {int(rows[-1]['member']) + 1} members")
     if not rows:
         shutil.rmtree(args.folder, ignore_errors=True)  # of a first round that did not end
     ray = connect(args) if len(rows) < args.rounds * N else None
@@ -279,7 +294,7 @@ def run_population(args: Population):
         print(f"step {step}: best is member {best}, {fitness:.1f}, {values}", flush=True)
         following = evolve(members, rng)
     run_dir = Round(args, args.rounds, best, best, {}).run_dir()
-    print(f"python {args.script}.py --evaluate {run_dir}\n{table}")
+    print(f"python {args.script}.py --evaluate {run_dir}\n{table}" if run_dir else table)
 
 
 def main():

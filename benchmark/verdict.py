@@ -1,12 +1,14 @@
-"""How the mean of our seeds stands to a published one: an interval, and one of four words.
+"""How the mean of our seeds stands to the published ones: intervals, and one of four words.
 
-The interval is Welch's, of 95 %, for the difference of the two means, in percent of the published one. It
-needs no equal variances and no equal numbers of runs; both sides' spread makes it wider, so noise cannot turn
-into agreement. The words:
+An interval is Welch's, for the difference of two means, in percent of the published one. It needs no equal
+variances and no equal numbers of runs; both sides' spread makes it wider, so noise cannot turn into
+agreement. Where several sources published a mean, their intervals are so wide that with 95 % all of them hold
+their true differences (Bonferroni). Else the luckiest of many sources would judge. The words:
 
-    equal within x %    the whole interval is within MARGIN, and x is its end that is farther from 0
-    higher, lower       the whole interval is above 0, or below
-    inconclusive        neither: more seeds are needed
+    lower               than any of the sources: its whole interval is below 0
+    higher              than every source: all intervals are above 0
+    equal within x %    the whole interval to the highest mean is within MARGIN; x is its end farther from 0
+    inconclusive        none of these: more seeds are needed
 """
 
 from dataclasses import dataclass
@@ -43,15 +45,15 @@ class Published:
         return self.spread / (self.runs - 1) ** 0.5 if self.is_std else self.spread
 
 
-def difference(ours: np.ndarray, theirs: Published) -> tuple[float, float, float]:
-    """Ours (seeds,) less theirs in percent of theirs, and the ends of its 95 % interval."""
+def difference(ours: np.ndarray, theirs: Published, confidence: float = 0.95) -> tuple[float, float, float]:
+    """Ours (seeds,) less theirs in percent of theirs, and the ends of its interval."""
     variances = np.array([ours.var(ddof=1) / len(ours), theirs.error**2])
     scale = 100 / abs(theirs.mean)
     middle = ours.mean() - theirs.mean
     if not variances.any():
         return middle * scale, middle * scale, middle * scale
     freedom = variances.sum() ** 2 / (variances**2 / [len(ours) - 1, theirs.runs - 1]).sum()
-    reach = t.ppf(0.975, freedom) * variances.sum() ** 0.5
+    reach = t.ppf((1 + confidence) / 2, freedom) * variances.sum() ** 0.5
     return middle * scale, (middle - reach) * scale, (middle + reach) * scale
 
 
@@ -60,6 +62,20 @@ def word(low: float, high: float) -> str:
     if max(-low, high) <= MARGIN:
         return f"equal within {np.ceil(max(-low, high, 0.1) * 10) / 10:g} %"
     return "higher" if low > 0 else "lower" if high < 0 else "inconclusive"
+
+
+def verdict(ours: np.ndarray, sources: list[Published]) -> tuple[Published, tuple[float, float, float], str]:
+    """The source that decides, the difference to it with its interval, and the word; all have a spread."""
+    confidence = 1 - 0.05 / len(sources)
+    intervals = {source: difference(ours, source, confidence) for source in sources}
+    words = {source: word(*interval[1:]) for source, interval in intervals.items()}
+    source = max(sources, key=lambda source: source.mean)
+    if below := [source for source in sources if words[source] == "lower"]:
+        source = min(below, key=lambda source: intervals[source][2])  # the clearest
+    said = words[source]
+    if said == "higher" and set(words.values()) != {"higher"}:
+        said = "inconclusive"
+    return source, intervals[source], said
 
 
 def iqm(values: np.ndarray) -> float:

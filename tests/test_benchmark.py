@@ -23,7 +23,7 @@ from conftest import OTHERS, SCRIPTS, scalars, wait_for
 import benchmark.studies.maze  # noqa: F401  registers it
 import ngu_r2d2
 from benchmark import compare, figures
-from benchmark.run import Args, Run, end_last_part
+from benchmark.run import COLUMNS, Args, Run, end_last_part
 from benchmark.studies import exploration
 from benchmark.suites import SUITES, Row, Target
 
@@ -133,13 +133,63 @@ def test_a_run_of_another_build_is_not_taken_over(is_finished):
     error = run_it(*flags, code=2).stderr
     assert re.fullmatch(
         r"run.py: error: \S+ has another fingerprint: ppo.py 0123456789ab, not .*; --anew .*\n", error
-    )
+    ), error
     run_it(*flags, "--anew")
     (row,) = rows()
     assert "0123456789ab" not in row["fingerprint"]
     before = csv_of(SHORT).stat().st_mtime_ns
     run_it(*flags, "--anew")
     assert csv_of(SHORT).stat().st_mtime_ns == before  # it is of this build now
+
+
+def test_rows_of_another_build_stay_and_what_is_missing_is_run():
+    flags = ["--total-timesteps", 4096]
+    run_it(*flags, "--seeds", 1)
+    table = Path("results/classic/runs.csv")
+    table.write_text(re.sub(r"ppo.py \w{12}", "ppo.py 0123456789ab", table.read_text()))
+    done = run_it(*flags, "--seeds", "1,2")
+    assert re.search(
+        r"run.py: \S+1.csv has another fingerprint: .*; 1 of 2 runs are such and stay; ", done.stderr
+    )
+    assert ["0123456789ab" in row["fingerprint"] for row in rows()] == [True, False]
+
+
+def test_what_an_interrupted_removal_left_is_not_gone_on_from():
+    """A checkpoint without a record of what made it."""
+    flags = ["--seeds", 1, "--total-timesteps", 4096]
+    run_it(*flags)
+    subprocess.run(
+        [sys.executable, ROOT / "ppo.py", "--total-timesteps", "4096", "--gamma", "0.5"], check=True
+    )
+    folder = Path(f"results/classic/unfinished/CartPole-v1__ppo__{SHORT}__1")
+    folder.mkdir(parents=True)
+    Path("runs").rename(folder / "runs")
+    before = csv_of(SHORT).read_text()
+    csv_of(SHORT).unlink()
+    error = run_it(*flags, code=2).stderr
+    assert f"{folder.name} has another command: an unknown one, not python ppo.py" in error
+    run_it(*flags, "--anew")
+    returns = [[line.split(",")[2] for line in text.split()] for text in (before, csv_of(SHORT).read_text())]
+    assert returns[0] == returns[1] and not folder.exists()
+
+
+def test_a_killed_runner_leaves_no_row_beside_the_episodes_of_another_run(monkeypatch):
+    """Neither the old row with new episodes nor the new row with old ones."""
+    run_it("--seeds", 1, "--total-timesteps", 4096)
+    run = Run(Args("classic", total_timesteps=4096, results=Path("results")), SUITES["classic"][0], 1)
+    old, seen = csv_of(SHORT).read_text(), []
+    monkeypatch.setattr("benchmark.run.export", lambda _, path: path.write_text("new"))
+    monkeypatch.setattr("benchmark.run.remove", lambda _: None)
+    replace_file = Path.replace
+
+    def replace_and_look(self, target):
+        replace_file(self, target)
+        seen.append((csv_of(SHORT).read_text() == old, len(rows())))
+
+    monkeypatch.setattr(Path, "replace", replace_and_look)
+    part = dict(started="", commit="", changed="", machine="", threads=1, versions="", seconds=1)
+    run.finish([part])
+    assert seen == [(True, 0), (False, 0), (False, 1)]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
@@ -217,8 +267,9 @@ def test_stop_at_ends_a_run_early_on_its_full_schedule_and_a_higher_one_continue
         (["--workers", "0"], "workers cannot be 0"),
         (["--stop-at", "0"], "stop_at cannot be 0"),
         (["--flags", "learning-rate 0"], "--flags 'learning-rate 0': write them as for a script"),
-        (["--flags=--seed 7"], "--flags: task, seed and run folder are run.py's own to give, not --seed"),
-        (["--flags=--env_id=Acrobot-v1"], "--flags: task, seed and run folder are run.py's own to give"),
+        (["--flags=--seed 7"], "--flags: --seed is not to be given among them"),
+        (["--flags=--env_id=Acrobot-v1"], "--flags: --env-id is not to be given among them"),
+        (["--flags=--total-timesteps 9999"], "--flags: --total-timesteps is not to be given among them"),
         (["--flags=" + " ".join(f"--flag-{k} {k}" for k in range(30))], "CartPole-v1__ppo__flag-0=0"),
     ],
 )
@@ -259,9 +310,8 @@ def result(values, steps=500_000, row=None, published=(490.0, 6.0)):
     target = Target("theirs", "CartPole-v1", *published, runs=3 if published[1] is not None else 1)
     row = row or Row("ppo", "CartPole-v1", 500_000, (target,))
     ends = np.linspace(1000, steps, 200)
-    return compare.Result(
-        row, {seed: np.column_stack((ends, np.full(200, value))) for seed, value in enumerate(values)}
-    )
+    episodes = {seed: np.column_stack((ends, np.full(200, value))) for seed, value in enumerate(values)}
+    return compare.Result(row, episodes, {"ppo.py 0123456789ab"}, {"a"})
 
 
 def verdict(ours):
@@ -285,7 +335,7 @@ TEN = 490 + np.linspace(-8, 8, 10)
 )
 def test_verdicts(values, said):
     cell, word = verdict(result(values))
-    assert word.startswith(said) and bool(cell) == (len(values) > 1), (cell, word)
+    assert word.startswith(said) and cell.endswith("] to 490.0") == (len(values) > 1), (cell, word)
 
 
 def test_rows_without_a_word():
@@ -294,6 +344,17 @@ def test_rows_without_a_word():
     assert verdict(result(TEN, row=Row("ppo", "CartPole-v1", 500_000))) == ["", "nothing published"]
     row = Row("ppo", "MountainCar-v0", 500_000, (Target("they", "MountainCar-v0", -200.0, 0.0, 3),))
     assert verdict(result([-200.0] * 5, row=row))[1] == "random actions would pass: no word"
+    (row,) = [row for row in SUITES["mujoco"] if row.task == "HalfCheetah-v4"]
+    assert (
+        verdict(result(np.linspace(-9000, 13000, 10), 1_000_000, row))[1]
+        == "random actions would pass: no word"
+    )
+    assert verdict(result(np.linspace(400, 600, 10), 1_000_000, row))[1] == "lower"  # one source is very wide
+    two = result(TEN)
+    two.files.add("ppo.py ba9876543210")
+    assert verdict(two)[1] == "not of one build: no word"
+    two.files = {"unknown"}
+    assert verdict(two)[1] == "not of one build: no word"
     assert compare.line_of(row, None, {})[-2] == "not run"
 
 
@@ -306,7 +367,7 @@ def test_a_curve_that_ends_early_says_where_and_judges_nothing(monkeypatch):
     assert (beyond.mean, beyond.error, beyond.by) == (18, None, "they, at 0.6M")
 
 
-def test_the_highest_published_mean_judges():
+def test_published_means_with_a_spread_judge():
     targets = [Target("low", "CartPole-v1", 300.0, 6.0, 3), Target("high", "CartPole-v1", 490.0, 6.0, 3)]
     targets.append(Target("single", "CartPole-v1", 500.0, runs=1))
     row = Row("ppo", "CartPole-v1", 500_000, tuple(targets))
@@ -326,10 +387,9 @@ def test_every_source_has_its_environment_and_the_kind_of_its_band():
 def test_shared_networks_have_targets_of_shared_networks():
     (row,) = [row for row in SUITES["classic"] if (row.script, row.task) == ("ppo_shared", "CartPole-v1")]
     line = compare.line_of(row, result([200.0] * 10, row=row), {})
-    theirs = (
-        "250.4 ± 13.8 (CleanRL, one network, 3 runs); 139.0 (stable-baselines3, 1 run) at 0.25M, ours 200.0"
-    )
-    assert line[6] == theirs and line[-2] == "lower"
+    cleanrl = "250.4 ± 13.8 (CleanRL changed to one network, 3 runs)"
+    assert line[6] == f"{cleanrl}; 139.0 (stable-baselines3, 1 run) at 0.25M, ours 200.0"
+    assert line[-2] == "lower"
 
 
 def test_when_a_seed_first_was_so_good():
@@ -359,35 +419,94 @@ def test_a_row_names_its_build():
         [(row, compare.load("staleness", row, compare.Args())) for row in SUITES["staleness"]]
     )
     assert {line[-1] for line in lines} <= {row["commit"] for row in rows(RESULTS / "staleness/runs.csv")}
-    Path("classic").mkdir()
-    for seed, build in ((1, "a"), (2, "b")):
-        Path(f"classic/CartPole-v1__ppo__{seed}.csv").write_text("step,seconds,return,length\n500000,1,2,3\n")
-        with open("classic/runs.csv", "a") as file:
-            file.write(
-                "run,commit,fingerprint\n" * (seed == 1)
-                + f"CartPole-v1__ppo__{seed},{build},ppo.py {build}\n"
-            )
     row = SUITES["classic"][0]
-    assert (
-        compare.line_of(row, compare.load("classic", row, compare.Args(results=Path("."))), {})[-1]
-        == "a and b"
-    )
+    table = [dict.fromkeys(COLUMNS, "") | dict(fingerprint="ppo.py ab") for _ in range(4)]
+    for seed, (line, commit) in enumerate(zip(table, ("b", "a", "a", "c"), strict=True), 1):
+        write(f"CartPole-v1__ppo__{seed}")
+        line |= dict(run=f"CartPole-v1__ppo__{seed}", commit=commit, changed="nothing")
+    table[3]["changed"] = "README.md ppo.py"
+    found = load(row, table)
+    assert compare.line_of(row, found, {})[-1] == "a, b, c and changes" and found.files == {"ppo.py ab"}
+    table[0]["fingerprint"] = "ppo.py cd"
+    assert load(row, table).files == {"ppo.py ab", "ppo.py cd"}
+    assert load(row, table[:2]).files == {"ppo.py ab", "ppo.py cd", "unknown"}  # two CSVs have no row
+    write("5")  # of no row
+    write("Acrobot-v1__ppo__5")
+    assert list(load(row, table).seeds) == [1, 2, 3, 4]
+
+
+def write(name, text="step,seconds,return,length\n500000,1,2,3\n"):
+    """A run's CSV."""
+    Path("classic").mkdir(exist_ok=True)
+    Path(f"classic/{name}.csv").write_text(text)
+
+
+def load(row, table, **flags):
+    with open("classic/runs.csv", "w") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(table)
+    return compare.load("classic", row, compare.Args(results=Path("."), **flags))
+
+
+@pytest.mark.parametrize("text", ["", "step,seconds,return,length\n", "a\nb\n", "a\n1,2\n", "a\n1,2,nan,3\n"])
+def test_a_broken_csv(text, capfd):
+    write("CartPole-v1__ppo__1", text)
+    with pytest.raises(SystemExit) as end:
+        load(SUITES["classic"][0], [])
+    error = capfd.readouterr().err
+    assert end.value.code == 2 and "CartPole-v1__ppo__1.csv" in error and error.count("\n") == 1
+
+
+def test_a_table_of_other_columns(capfd):
+    write("runs", "run,commit\nCartPole-v1__ppo__1,abc\n")
+    tool = [sys.executable, ROOT / "benchmark/run.py", "classic", "--seeds", "1", "--results", "."]
+    for command in (tool, [sys.executable, ROOT / "benchmark/compare.py", "classic", "--results", "."]):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert "runs.csv has other columns than run, script" in done.stderr
+
+
+def test_another_schedule_has_its_own_steps_and_nothing_published():
+    for seed in range(1, 6):
+        write(f"CartPole-v1__ppo__total-timesteps=1000000__{seed}")
+    tool = [sys.executable, ROOT / "benchmark/compare.py", "classic", "--results", "."]
+    flags = ["--flags=--total-timesteps 1000000"]
+    done = subprocess.run([*tool, *flags], capture_output=True, text=True)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("| ppo | CartPole-v1")]
+    assert "| 0.5M of 1M | 1 to 5:" in line and "| nothing published |" in line and done.returncode == 0
+
+
+def test_a_page_without_the_place_of_a_table_stays_as_it_is(capfd):
+    page = Path("page.md")
+    page.write_text("# page\n<!-- mujoco -->\nold\n")
+    with pytest.raises(SystemExit):
+        compare.write_between(page, "mujoco", "new")
+    assert page.read_text() == "# page\n<!-- mujoco -->\nold\n" and "no place for" in capfd.readouterr().err
 
 
 def test_a_worse_run_is_called_lower():
     """The exit code says it; nothing that git tracks is written."""
     Path("mine/classic").mkdir(parents=True)
+    lines = []
     for seed in range(1, 6):
         text = "step,seconds,return,length\n" + "".join(
             f"{k * 5000},1,{250 + seed},3\n" for k in range(1, 101)
         )
         Path(f"mine/classic/CartPole-v1__ppo__{seed}.csv").write_text(text)
+        lines.append(
+            dict(run=f"CartPole-v1__ppo__{seed}", commit="a", changed="nothing", fingerprint="ppo.py ab")
+        )
+    with open("mine/classic/runs.csv", "w") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(lines)
     tool = [sys.executable, ROOT / "benchmark/compare.py", "classic", "--results", "mine"]
     before = {path: path.stat().st_mtime_ns for path in RESULTS.rglob("*")}
     before[ROOT / "benchmark/RESULTS.md"] = (ROOT / "benchmark/RESULTS.md").stat().st_mtime_ns
     done = subprocess.run(tool, capture_output=True, text=True)
     assert done.returncode == 1 and re.search(r"\| ppo \| CartPole-v1 .* lower ", done.stdout), done.stdout
-    assert len(list(Path("mine").rglob("*"))) == 6
+    assert len(list(Path("mine").rglob("*"))) == 7
     done = subprocess.run([*tool, "--write"], capture_output=True, text=True)
     assert done.returncode == 1
     page = Path("mine/index.html").read_text()
@@ -506,7 +625,7 @@ def test_never_give_up_of_the_page():
     page, args = (ROOT / "docs/ngu.md").read_text(), compare.Args(flags="--total-timesteps 1000000")
     for row in SUITES["ngu"]:
         if ours := compare.load("ngu", row, args):
-            assert ours.builds == ("4631702",) and len(ours.seeds) == 3
+            assert ours.commits == {"4631702"} and len(ours.seeds) == 3
             mean, std = ours.at(ours.reached).mean(), ours.at(ours.reached).std(ddof=1)
             said = compare.number(mean) + (f" ± {compare.number(std)}" if std >= 0.005 else "")
             first = ", ".join(f"{step / 1000:.0f}k" for step in ours.first(0.5))

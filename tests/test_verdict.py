@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmark.verdict import MARGIN, Published, difference, iqm, word
+from benchmark.verdict import MARGIN, Published, difference, iqm, verdict, word
 
 ROOT = Path(__file__).parent.parent
 TRIALS = 4000
@@ -28,9 +28,16 @@ def trials(seeds, shift=0.0, spread=0.1, runs=3, ours=1.0, draw=None, is_std=Tru
     return np.array(found)
 
 
-def words(*args, **kwargs):
-    """Share of each verdict."""
-    said = Counter(word(low, high).split()[0] for _, low, high in trials(*args, **kwargs))
+def source(name, draws):
+    return Published(name, "Task-v0", draws.mean(), draws.std(), len(draws))
+
+
+def words(seeds, sources, shift=0.0, spread=0.1, ours=1.0):
+    """Share of each verdict on such scripts, beside several sources of 3 runs."""
+    rng, said = np.random.default_rng(0), Counter()
+    for _ in range(TRIALS):
+        theirs = [source(f"{k}", 1 + spread * rng.normal(size=3)) for k in range(sources)]
+        said[verdict(1 + spread * (shift + ours * rng.normal(size=seeds)), theirs)[2].split()[0]] += 1
     return {name: n / TRIALS for name, n in said.items()}
 
 
@@ -59,28 +66,46 @@ def test_a_band_of_unknown_kind_is_no_narrower_than_a_deviation():
 
 def test_more_variance_of_ours_makes_agreement_harder():
     """It made it easier, when the whole interval of ours had to lie below theirs to be called short."""
-    shares = [words(10, spread=0.02, ours=ours).get("equal", 0) for ours in (1, 2, 4)]
+    shares = [words(10, 1, spread=0.02, ours=ours).get("equal", 0) for ours in (1, 2, 4)]
     assert shares == sorted(shares, reverse=True) and shares[0] > 0.5 > shares[-1] + 0.3
 
 
+@pytest.mark.parametrize("sources", [1, 2, 4, 6])
+@pytest.mark.parametrize("seeds", [5, 10])
+def test_more_sources_do_not_make_a_good_script_lower(seeds, sources):
+    """When the highest of them alone judged, 13 % of good scripts were lower than it, of six sources."""
+    assert 0.01 < words(seeds, sources)["lower"] < 0.055
+
+
 def test_a_worse_script_is_found_as_often_as_the_page_says():
-    """One published deviation, of 10 % of the mean. One that is as good is seldom called lower."""
-    page = (ROOT / "benchmark/RESULTS.md").read_text()
-    said = re.findall(
-        r"(\d+) % of the time with (\d+) seeds\s+against (\d+) runs", page.partition("two deviations")[0]
+    page = " ".join((ROOT / "benchmark/RESULTS.md").read_text().split())
+    found = re.findall(
+        r"(\w+) deviations? worse is called (\w+) ((?:\d+ % .*?sources?(?:, | and |;|\.))+)", page
     )
-    assert len(said) == 4
-    for percent, seeds, runs in said:
-        share = words(int(seeds), shift=-1, runs=int(runs))["lower"]
-        assert abs(100 * share - int(percent)) < 2, (share, seeds, runs)
-        assert words(int(seeds), runs=int(runs)).get("lower", 0) < 0.04
-    (held,) = re.findall(r"holds the true difference (\d+) % of\s+the time with 10 seeds against 3", page)
-    _, low, high = trials(10).T
-    assert abs(100 * ((low <= 0) & (high >= 0)).mean() - int(held)) < 1
-    (two,) = re.findall(r"two deviations worse is found (\d+) % of\s+the time with 10 seeds", page)
-    assert abs(100 * words(10, shift=-2)["lower"] - int(two)) < 2
-    (alike,) = re.findall(r"1 % of the mean, .* is\s+called equal (\d+) % of\s+the time", page, re.DOTALL)
-    assert abs(100 * words(10, shift=-2, spread=0.01)["equal"] - int(alike)) < 2
+    cases = [
+        (dict(one=-1, two=-2)[shift], said, *map(int, numbers))
+        for shift, said, text in found
+        for numbers in re.findall(r"(\d+) % of the time with (\d+) seeds against (\d+) source", text)
+    ]
+    assert len(cases) == 7
+    for shift, said, percent, seeds, sources in cases:
+        spread = 0.01 if said == "equal" else 0.1
+        share = words(seeds, sources, shift, spread)[said]
+        assert abs(100 * share - percent) < 1.5, (share, shift, said, seeds, sources)
+
+
+def test_the_source_that_decides():
+    """One that says lower, else the highest; higher is only what is higher than all."""
+    ours = np.linspace(95, 105, 10)
+    narrow = Published("narrow", "", 130.0, 1.0, 3)
+    wide, low = Published("wide", "", 200.0, 150.0, 3), Published("low", "", 50.0, 1.0, 3)
+    assert verdict(ours, [wide])[2] == "inconclusive"
+    assert verdict(ours, [wide, narrow])[::2] == (narrow, "lower")
+    assert verdict(ours, [wide, low])[::2] == (wide, "inconclusive")
+    assert verdict(ours, [low])[::2] == (low, "higher")
+    assert verdict(ours, [low, Published("wide", "", 40.0, 60.0, 3)])[::2] == (low, "inconclusive")
+    one, two = (verdict(ours, [narrow, *more])[1] for more in ([], [wide]))
+    assert one[0] == two[0] and two[1] < one[1] < one[2] < two[2]  # two intervals hold at once
 
 
 def test_words():
