@@ -104,7 +104,7 @@ class Args:
     # run
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"  # where the networks run
     amp: bool = False  # run Agent.network in bfloat16
-    compile: bool = False  # torch.compile what the device runs
+    compile: bool = False  # torch.compile the update, and acting where it is on the device
     track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
     wandb_project_name: str = "impala"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases user or team
@@ -149,6 +149,7 @@ class Args:
         rules = {
             "give --resume or --evaluate, not both": not (self.resume and self.evaluate),
             "--capture-video records the episodes of --evaluate": self.evaluate or not self.capture_video,
+            "max_grad_norm must be above 0": self.max_grad_norm > 0,
             "seed + steps must be below 2**31": self.seed + self.total_timesteps + self.num_envs < 2**31,
             "gamma and vtrace_lambda must be at most 1": max(self.gamma, self.vtrace_lambda) <= 1,
             "--env-id needs at least one id": all(self.env_ids),
@@ -224,6 +225,8 @@ def make_env(env_id: str, args: Args, num_envs: int, video_dir: Path | None = No
         envs = gym.vector.SyncVectorEnv([make] * num_envs, copy=False, **same_step)
     except (gym.error.Error, ImportError) as error:
         fail(f"--env-id {env_id}: {error}")
+    if envs.envs[0].spec.entry_point == "ale_py.env:AtariEnv":  # without its frames, lives and no-ops
+        fail(f"--env-id {env_id}: write {envs.envs[0].spec.id}")
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
         fail(f"{env_id} acts in {action_space}: try ppo_continuous.py, or Discrete actions from 0")
@@ -241,7 +244,10 @@ def as_array(env: gym.Env) -> gym.Env:
     if isinstance(space, gym.spaces.Box) and len(space.shape) == 3 and min(space.shape[:2]) >= 36:
         low, high = (x.transpose(2, 0, 1) for x in (space.low, space.high))
         channels_first = gym.spaces.Box(low, high, dtype=space.dtype.type)
-        return gym.wrappers.TransformObservation(env, lambda obs: obs.transpose(2, 0, 1), channels_first)
+        # a copy, as Gymnasium keeps final observations as they are, and an environment may reuse its array
+        return gym.wrappers.TransformObservation(
+            env, lambda obs: obs.transpose(2, 0, 1).copy(), channels_first
+        )
     return gym.wrappers.FlattenObservation(env) if isinstance(space, gym.spaces.Box) else env
 
 
@@ -336,7 +342,7 @@ class Categorical:
         self.logprobs = logits.log_softmax(-1)
 
     def sample(self) -> Tensor:
-        """(...), by the Gumbel-max trick: minus the log of an exponential variable is a Gumbel variable."""
+        """Actions (...) by the Gumbel-max trick: minus the log of an exponential variable is Gumbel noise."""
         return (self.logprobs - torch.empty_like(self.logprobs).exponential_().log_()).argmax(-1)
 
     def log_prob(self, action: Tensor) -> Tensor:
@@ -646,10 +652,10 @@ class Actors:
         """Says where unrolls must wait for a later batch than the next: they are older than they need be."""
         if self.args.sync:  # an odd unroll is left for the next batch
             lag, least = self.batch_unrolls % 2, 0
-        else:  # the last for which there is room waits for so many batches
+        else:  # the last for which there is room waits for so many batches; a slow actor's, longer
             lag, least = math.ceil(self.capacity / self.batch_unrolls), 1
         if lag > least and RANK == 0:
-            expected = f"expect unrolls up to {lag} versions behind the learner instead of {least}"
+            expected = f"expect unrolls about {lag} versions behind the learner instead of {least}"
             remedy = f"let a batch's new unrolls be a multiple of the {self.args.num_envs} environments"
             print(f"{SCRIPT}.py: warning: {expected}: {remedy}", file=sys.stderr)
 
@@ -675,11 +681,11 @@ class Actors:
 
     def run(self, actor: Actor):
         """The thread of an actor."""
-        torch.set_num_threads(1)
-        if self.args.device == "cuda":
-            torch.cuda.set_device(LOCAL_RANK)  # a thread begins with device 0
-            torch.cuda.set_stream(torch.cuda.Stream())  # beside the learner's work, not behind it
         try:
+            torch.set_num_threads(1)
+            if self.args.device == "cuda":
+                torch.cuda.set_device(LOCAL_RANK)  # a thread begins with device 0
+                torch.cuda.set_stream(torch.cuda.Stream())  # beside the learner's work, not behind it
             while True:
                 start = time.monotonic()
                 with self.taking_room:  # two actors with half of their room each would wait for ever
@@ -790,7 +796,7 @@ def side_by_side(unrolls: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
     # differs from ppo.py: learn() has the loop; here the actors begin and end
-    """Trains; returns the run folder. A signal's number in stop ends it after an iteration, saved."""
+    """Trains; returns the run folder. With a signal's number in stop, saves and exits after an iteration."""
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
@@ -823,8 +829,11 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
     parts = dict(agent=agent, optimizer=optimizer)  # a checkpoint holds the state of each
     saved, last_returns = 0, {env_id: [] for env_id in args.env_ids}
     if args.resume:
+        run_lock = lock(run_dir) if RANK == 0 else None  # before the checkpoint is read
         checkpoint = load_checkpoint(args.resume, parts, ("iteration", "last_returns"))
         saved, last_returns = checkpoint["iteration"], checkpoint["last_returns"]
+        if over_processes("MAX", saved) != saved:
+            fail(f"{args.resume}: the processes of torchrun read different checkpoints")
     first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
     if RANK == 0:
         run_lock, writer, bar = start_logging(args, run_dir, first_step)
@@ -852,7 +861,7 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
     replay, num_replayed = None, (args.batch_unrolls - args.new_unrolls) // WORLD_SIZE
     logged, lags, status = first_iteration, [], ""  # iterations up to the last log, and since then
     for iteration in range(first_iteration, args.num_iterations):
-        # Seeding in every iteration leaves no random state to save. Python salts no hash of integers.
+        # Each iteration has a seed of its own, so no random state is saved. Python salts no hash of integers.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         frac = 1 - iteration / args.num_iterations
         lr.fill_(args.learning_rate * (frac if args.anneal_lr else 1))
@@ -927,12 +936,16 @@ def keep_freed_memory():
     """Keeps glibc from returning freed memory to the kernel, page by page: a fifth of an update on a CPU."""
     if sys.platform == "linux":
         mallopt = ctypes.CDLL(None).mallopt
-        _ = mallopt(-3, 2**30) or mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, of which older versions take less
+        if not mallopt(-3, 2**30):  # M_MMAP_THRESHOLD
+            mallopt(-3, 2**25)  # the most that older versions take
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
-    """Makes parameters views of one tensor, and their gradients views of its gradient."""
+    """Makes parameters views of one tensor, and their gradients views of its gradient.
+
+    Adam, clipping and the sum over processes are then one operation each, not one for each parameter.
+    """
     flat = nn.Parameter(torch.cat([x.data.flatten() for x in parameters]))
     flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in parameters]
     for x, part, grad in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
@@ -1023,15 +1036,13 @@ def evaluate(args: Args) -> list[float]:
 def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[FileLock, SummaryWriter, tqdm]:
     """The lock of the run folder, TensorBoard's writer and a progress bar; Weights & Biases with --track."""
     try:
-        if args.resume:  # before W&B is told. A new run has no folder yet, and gets none if W&B fails.
-            lock(run_dir)
-        if args.track:
+        if args.track:  # first: a new run gets no folder if W&B fails
             start_tracking(args, run_dir)
         writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
         run_lock = lock(run_dir)
     except OSError as error:
         fail(f"{run_dir}: {error}")
-    atexit.register(writer.close)  # an exception loses no logs
+    atexit.register(writer.close)  # writes the last logs after an exception, too
     writer.add_text("args", "\n".join(f"    {name}: {x}" for name, x in asdict(args).items()))
     style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
     total = args.num_iterations * args.batch_size
@@ -1045,6 +1056,8 @@ def lock(run_dir: Path) -> FileLock:
         run_lock.acquire(timeout=0)
     except Timeout:
         fail(f"another process trains in {run_dir}")
+    except OSError as error:
+        fail(f"{run_dir}: {error}")
     return run_lock
 
 
@@ -1100,7 +1113,7 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[s
 
 
 def stop_at_signals() -> list[int]:
-    """A list to which SIGINT and SIGTERM are appended. The second of a kind ends the process at once."""
+    """A list to which SIGINT and SIGTERM are appended. If one comes again, it ends the process at once."""
     stop = []
 
     def append(signum: int, _):

@@ -120,7 +120,7 @@ class Args:
     # run
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"  # where the networks run
     amp: bool = False  # run Agent.encoder in bfloat16
-    compile: bool = False  # torch.compile what the device runs
+    compile: bool = False  # torch.compile the update, and acting where it is on the device
     track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
     wandb_project_name: str = "ngu"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases user or team
@@ -154,9 +154,11 @@ class Args:
         shares = ("epsilon", "eval_epsilon", "cross_mixture", "priority_eta", "retrace_lambda")
         processes = f"the {WORLD_SIZE} processes of torchrun must divide"
         is_enough = self.replay_steps // self.num_envs >= 2 * (self.length + 1)
+        usual = episodic_reward(np.ones((1, self.neighbors)), 1.0, self.kernel_eps)
         rules = {
             "give --resume or --evaluate, not both": not (self.resume and self.evaluate),
             "--capture-video records the episodes of --evaluate": self.evaluate or not self.capture_video,
+            "max_grad_norm must be above 0": self.max_grad_norm > 0,
             "seed + steps must be below 2**31": self.seed + self.total_timesteps + self.num_envs < 2**31,
             "gamma_max and gamma_min must be below 1": max(self.gamma_max, self.gamma_min) < 1,
             f"{', '.join(shares)} must be at most 1": max(getattr(self, name) for name in shares) <= 1,
@@ -165,6 +167,8 @@ class Args:
             f"{processes} num_envs": self.num_envs % WORLD_SIZE == 0,
             f"{processes} batch_sequences": self.batch_sequences % WORLD_SIZE == 0,
             "period must be at most unroll, or steps between sequences are lost": self.period <= self.unroll,
+            "kernel_eps must be above 0": self.kernel_eps > 0,
+            "kernel_eps is so large that nothing is novel": usual.item() > 0,
             "learning_starts must be at most replay_steps": self.learning_starts <= self.replay_steps,
             "replay_steps must hold two sequences of each environment": is_enough,
         }
@@ -238,6 +242,8 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
         envs = gym.vector.SyncVectorEnv([make] * num_envs, **same_step)
     except (gym.error.Error, ImportError) as error:
         fail(f"--env-id {args.env_id}: {error}")
+    if envs.envs[0].spec.entry_point == "ale_py.env:AtariEnv":  # without its frames, lives and no-ops
+        fail(f"--env-id {args.env_id}: write {envs.envs[0].spec.id}")
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
         fail(f"{args.env_id} acts in {action_space}: try ppo_continuous.py, or Discrete actions from 0")
@@ -256,7 +262,12 @@ def as_array(env: gym.Env) -> gym.Env:
     if isinstance(space, gym.spaces.Box) and len(space.shape) == 3:
         low, high = (x.transpose(2, 0, 1) for x in (space.low, space.high))
         channels_first = gym.spaces.Box(low, high, dtype=space.dtype.type)
-        return gym.wrappers.TransformObservation(env, lambda obs: obs.transpose(2, 0, 1), channels_first)
+        # a copy, as Gymnasium keeps final observations as they are, and an environment may reuse its array
+        return gym.wrappers.TransformObservation(
+            env, lambda obs: obs.transpose(2, 0, 1).copy(), channels_first
+        )
+    if isinstance(space, gym.spaces.Box):
+        env = gym.wrappers.TransformObservation(env, np.array, space)  # a copy here, too
     return env
 
 
@@ -539,7 +550,7 @@ def rescaled(novelty: Tensor, mask: Tensor, how: Bonus) -> Tensor:
 
 
 def rounded(where: Tensor, multiple: int = 32) -> Tensor:
-    """With more places, up to a multiple: oneDNN compiles a convolution for every new number of images."""
+    """With more true places, to a multiple: oneDNN compiles a convolution for each new number of images."""
     missing = -int(where.sum()) % multiple
     where = where.clone()
     added = (~where).flatten().nonzero()[:missing]
@@ -669,9 +680,10 @@ class Curiosity(nn.Module):
 
         An episode keeps the embedding that it began with, as its memories are of that one.
         """
-        before = self.acting_embedding.distances
+        total, count = self.acting_embedding.distances
+        mean = total / count.clamp(min=1e-6)
         # It begins with the mean distance so far, which the first distances of its own outweigh.
-        self.acting_embedding = self.copied_embedding(before / before[1].clamp(min=1e-6) * 1e-6)
+        self.acting_embedding = self.copied_embedding(1e-6 * torch.stack((mean, torch.ones_like(mean))))
 
     def copied_embedding(self, distances: Tensor) -> nn.Module:
         """The embedding as it is now, with the sum and the number of the distances to begin with (2,)."""
@@ -747,7 +759,7 @@ class Curiosity(nn.Module):
         nearest = self.nearest(embedded)
         mean = self.mean_distances(nearest)
         novelty = episodic_reward(nearest, mean, args.kernel_eps)
-        usual = episodic_reward(mean.repeat(args.neighbors, axis=1), mean, args.kernel_eps)
+        usual = episodic_reward(np.ones((1, args.neighbors)), 1.0, args.kernel_eps)  # at the mean distance
         if args.bonus == "long-run-mean":
             self.novelties.update(torch.from_numpy(novelty).float().to(obs.device))
             usual = self.novelties.mean.item()
@@ -784,7 +796,9 @@ class Curiosity(nn.Module):
         rnd_loss = self.prediction_errors(x)[places[1]].mean()
         accuracy = (logits.argmax(-1) == actions).float().mean()
         info = dict(inverse_loss=inverse_loss.detach(), rnd_loss=rnd_loss.detach(), inverse_accuracy=accuracy)
-        return inverse_loss + rnd_loss, info
+        # L2 of the inverse model alone (table 6): it would take novelty from what was never seen
+        penalty = sum((x**2).sum() for x in (*self.embedding.parameters(), *self.inverse.parameters()))
+        return inverse_loss + rnd_loss + 0.5e-5 * penalty, info
 
 
 def last_transitions(batch: dict[str, Tensor], steps: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -814,7 +828,7 @@ class Replay:  # differs from impala_vtrace.py: keeps steps once, and cuts its s
         row = row | {name: row["r_ext"] for name in ("mu", "alpha", "discounts")} | dict(ends=row["starts"])
         self.rows = {name: np.zeros((N, self.size, *x.shape[1:]), x.dtype) for name, x in row.items()}
         self.written = np.zeros(N, np.int64)  # rows of an environment so far, those that were replaced too
-        self.begun = np.zeros(N, np.int64)  # the first row of the sequence that is being played
+        self.begun = np.zeros(N, np.int64)  # first row of the oldest unfinished sequence
         self.states = np.zeros((N, self.size // args.period + 2, 2, hidden_size), np.float32)
         self.sequences = np.zeros((0, 3), np.int64)  # environment, first row and length (in steps) of each
         self.priorities = np.zeros(0)
@@ -894,7 +908,7 @@ class Replay:  # differs from impala_vtrace.py: keeps steps once, and cuts its s
             x[padding] = 0
         mask = (t[:-1] < lengths) & (batch["starts"][0] | (t[:-1] >= self.args.burn_in))
         rewards = batch["r_ext"].copy()  # the network's input stays what it saw
-        last = self.args.length - (rewards[::-1] != 0).argmax(0)  # reward that is not zero
+        last = self.args.length - (rewards[::-1] != 0).argmax(0)  # row of the last reward that is not zero
         rewards[last, np.arange(len(n))] *= np.where(batch["ends"].any(0), self.args.last_reward_weight, 1)
         state = self.states[n, self.place_of_state(first)].swapaxes(0, 1)
         return batch | dict(rewards=rewards, mask=mask, lengths=lengths, state=state)
@@ -961,21 +975,24 @@ class Actor:  # differs from impala_vtrace.py: one group, epsilon-greedy, with n
 @torch.no_grad()  # except in update()
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
     # differs from ppo.py: a replay between acting and updates, two networks and a curiosity
-    """Trains; returns the run folder. A signal's number in stop ends it after an iteration, saved."""
+    """Trains; returns the run folder. With a signal's number in stop, saves and exits after an iteration."""
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
         atexit.register(torch.distributed.destroy_process_group)
     torch.manual_seed(args.seed)
-    torch.set_flush_denormal(True)  # moments that fade to almost 0 would slow Adam down
+    torch.set_flush_denormal(True)  # Adam's moments of dead units fade into such numbers, which are slow
     keep_freed_memory()
     T, N = args.num_steps, args.num_envs // WORLD_SIZE
     numbers = dict(iteration=0, updates=0, last_returns=[])  # returns of the policy that --evaluate plays
     if args.resume:
+        run_lock = lock(Path(args.resume)) if RANK == 0 else None  # before the checkpoint is read
         checkpoint = load_checkpoint(args.resume, numbers=tuple(numbers))
         numbers = {name: checkpoint[name] for name in numbers}
     saved, updates, last_returns = numbers.values()
+    if over_processes("MAX", saved) != saved:
+        fail(f"{args.resume}: the processes of torchrun read different checkpoints")
     first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
     seed = args.seed + first_step + RANK * N  # a resumed run begins new episodes
     envs = Envs(args, N, args.num_policies, seed)
@@ -987,7 +1004,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     optimizer = torch.optim.Adam([flatten(list(agent.parameters()))], lr=args.learning_rate, **adam)
     trained = [x for x in curiosity.parameters() if x.requires_grad]
     trained = flatten(trained) if trained else torch.zeros(0)
-    auxiliary = torch.optim.Adam([trained], lr=args.auxiliary_lr, weight_decay=1e-5, **adam)
+    auxiliary = torch.optim.Adam([trained], lr=args.auxiliary_lr, **adam)
     family = policy_family(args.num_policies, args.beta, args.gamma_max, args.gamma_min)
     family = tuple(x.float().to(args.device) for x in family)
     epsilon = epsilons(args.num_envs, args.epsilon)[RANK * N : (RANK + 1) * N]
@@ -1036,7 +1053,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     replay.begin(envs.row)
     seen, trained_steps, batch_sequences = [], 0, args.batch_sequences // WORLD_SIZE
     for iteration in range(first_iteration, args.num_iterations):
-        # Seeding in every iteration leaves no random state to save. Python salts no hash of integers.
+        # Each iteration has a seed of its own, so no random state is saved. Python salts no hash of integers.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         rng = np.random.default_rng((args.seed, iteration, RANK))
         step, episodes, info, reward = iteration * args.batch_size, [], {}, 0.0
@@ -1112,12 +1129,16 @@ def keep_freed_memory():
     """Keeps glibc from returning freed memory to the kernel, page by page: a fifth of an update on a CPU."""
     if sys.platform == "linux":
         mallopt = ctypes.CDLL(None).mallopt
-        _ = mallopt(-3, 2**30) or mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, of which older versions take less
+        if not mallopt(-3, 2**30):  # M_MMAP_THRESHOLD
+            mallopt(-3, 2**25)  # the most that older versions take
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
-    """Makes parameters views of one tensor, and their gradients views of its gradient."""
+    """Makes parameters views of one tensor, and their gradients views of its gradient.
+
+    Adam, clipping and the sum over processes are then one operation each, not one for each parameter.
+    """
     flat = nn.Parameter(torch.cat([x.data.flatten() for x in parameters]))
     flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in parameters]
     for x, part, grad in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
@@ -1189,15 +1210,13 @@ def evaluate(args: Args) -> list[float]:
 def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[FileLock, SummaryWriter, tqdm]:
     """The lock of the run folder, TensorBoard's writer and a progress bar; Weights & Biases with --track."""
     try:
-        if args.resume:  # before W&B is told. A new run has no folder yet, and gets none if W&B fails.
-            lock(run_dir)
-        if args.track:
+        if args.track:  # first: a new run gets no folder if W&B fails
             start_tracking(args, run_dir)
         writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
         run_lock = lock(run_dir)
     except OSError as error:
         fail(f"{run_dir}: {error}")
-    atexit.register(writer.close)  # an exception loses no logs
+    atexit.register(writer.close)  # writes the last logs after an exception, too
     writer.add_text("args", "\n".join(f"    {name}: {x}" for name, x in asdict(args).items()))
     style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
     total = args.num_iterations * args.batch_size
@@ -1211,6 +1230,8 @@ def lock(run_dir: Path) -> FileLock:
         run_lock.acquire(timeout=0)
     except Timeout:
         fail(f"another process trains in {run_dir}")
+    except OSError as error:
+        fail(f"{run_dir}: {error}")
     return run_lock
 
 
@@ -1266,7 +1287,7 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[s
 
 
 def stop_at_signals() -> list[int]:
-    """A list to which SIGINT and SIGTERM are appended. The second of a kind ends the process at once."""
+    """A list to which SIGINT and SIGTERM are appended. If one comes again, it ends the process at once."""
     stop = []
 
     def append(signum: int, _):

@@ -81,7 +81,7 @@ class Args:
 
     # run
     device: Literal["cpu", "cuda"] = "cpu"  # where the networks run
-    compile: bool = False  # torch.compile what the device runs
+    compile: bool = False  # torch.compile the update, and acting where it is on the device
     track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
     wandb_project_name: str = "ppo"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases user or team
@@ -110,6 +110,7 @@ class Args:
         rules = {
             "give --resume or --evaluate, not both": not (self.resume and self.evaluate),
             "--capture-video records the episodes of --evaluate": self.evaluate or not self.capture_video,
+            "max_grad_norm must be above 0": self.max_grad_norm > 0,
             "seed + steps must be below 2**31": self.seed + self.total_timesteps + self.num_envs < 2**31,
             "gamma and gae_lambda must be at most 1": max(self.gamma, self.gae_lambda) <= 1,
             "total_timesteps must be at least num_envs * num_steps": self.num_iterations >= 1,
@@ -198,7 +199,7 @@ class Categorical:
         self.logprobs = logits.log_softmax(-1)
 
     def sample(self) -> Tensor:
-        """(...), by the Gumbel-max trick: minus the log of an exponential variable is a Gumbel variable."""
+        """Actions (...) by the Gumbel-max trick: minus the log of an exponential variable is Gumbel noise."""
         return (self.logprobs - torch.empty_like(self.logprobs).exponential_().log_()).argmax(-1)
 
     def log_prob(self, action: Tensor) -> Tensor:
@@ -236,7 +237,7 @@ class Agent(nn.Module):
         return Categorical(self.actor(x)), self.critic(x).squeeze(-1)
 
     def actor_in_numpy(self) -> Callable[[np.ndarray], np.ndarray]:
-        """Makes logits as forward() does, to act by: for the few numbers of a step, PyTorch is slower."""
+        """A function from observations to logits, as in forward(): for so few numbers, PyTorch is slower."""
         w1, b1, w2, b2, w3, b3 = (x.detach().cpu().numpy().T for x in self.actor.parameters())
         return lambda obs: np.tanh(np.tanh(obs @ w1 + b1) @ w2 + b2) @ w3 + b3
 
@@ -286,7 +287,7 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args:
 
 @torch.no_grad()  # except in update()
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
-    """Trains; returns the run folder. A signal's number in stop ends it after an iteration, saved."""
+    """Trains; returns the run folder. With a signal's number in stop, saves and exits after an iteration."""
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
@@ -294,7 +295,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         atexit.register(torch.distributed.destroy_process_group)
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # the networks are small: a second thread only costs
-    torch.set_flush_denormal(True)  # moments that fade to almost 0 would slow Adam down
+    torch.set_flush_denormal(True)  # Adam's moments of dead units fade into such numbers, which are slow
     T, N = args.num_steps, args.num_envs // WORLD_SIZE
     envs = make_env(args, N)
     agent = Agent(envs).to(args.device)
@@ -310,8 +311,11 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     parts = dict(agent=agent, optimizer=optimizer)  # a checkpoint holds the state of each
     saved, last_returns = 0, []  # iterations in the last checkpoint, last 100 returns of this process
     if args.resume:
+        run_lock = lock(run_dir) if RANK == 0 else None  # before the checkpoint is read
         checkpoint = load_checkpoint(args.resume, parts, ("iteration", "last_returns"))
         saved, last_returns = checkpoint["iteration"], checkpoint["last_returns"]
+        if over_processes("MAX", saved) != saved:
+            fail(f"{args.resume}: the processes of torchrun read different checkpoints")
         optimizer.param_groups[0] |= dict(lr=lr, capturable=is_graph)  # not the checkpoint's
     first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
     if RANK == 0:
@@ -342,7 +346,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     with stall_limit:
         next_obs, _ = envs.reset(seed=args.seed + first_step + RANK * N)  # resumed: new episodes
     for iteration in range(first_iteration, args.num_iterations):
-        # Seeding in every iteration leaves no random state to save. Python salts no hash of integers.
+        # Each iteration has a seed of its own, so no random state is saved. Python salts no hash of integers.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         frac = 1 - iteration / args.num_iterations  # detail 4: learning rate annealing
         optimizer.param_groups[0]["lr"].fill_(args.learning_rate * (frac if args.anneal_lr else 1))
@@ -450,7 +454,10 @@ class Graph:
 
 
 def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
-    """Makes parameters views of one tensor, and their gradients views of its gradient."""
+    """Makes parameters views of one tensor, and their gradients views of its gradient.
+
+    Adam, clipping and the sum over processes are then one operation each, not one for each parameter.
+    """
     flat = nn.Parameter(torch.cat([x.data.flatten() for x in parameters]))
     flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in parameters]
     for x, part, grad in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
@@ -520,15 +527,13 @@ def evaluate(args: Args) -> list[float]:
 def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[FileLock, SummaryWriter, tqdm]:
     """The lock of the run folder, TensorBoard's writer and a progress bar; Weights & Biases with --track."""
     try:
-        if args.resume:  # before W&B is told. A new run has no folder yet, and gets none if W&B fails.
-            lock(run_dir)
-        if args.track:
+        if args.track:  # first: a new run gets no folder if W&B fails
             start_tracking(args, run_dir)
         writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
         run_lock = lock(run_dir)
     except OSError as error:
         fail(f"{run_dir}: {error}")
-    atexit.register(writer.close)  # an exception loses no logs
+    atexit.register(writer.close)  # writes the last logs after an exception, too
     writer.add_text("args", "\n".join(f"    {name}: {x}" for name, x in asdict(args).items()))
     style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
     total = args.num_iterations * args.batch_size
@@ -542,6 +547,8 @@ def lock(run_dir: Path) -> FileLock:
         run_lock.acquire(timeout=0)
     except Timeout:
         fail(f"another process trains in {run_dir}")
+    except OSError as error:
+        fail(f"{run_dir}: {error}")
     return run_lock
 
 
@@ -597,7 +604,7 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[s
 
 
 def stop_at_signals() -> list[int]:
-    """A list to which SIGINT and SIGTERM are appended. The second of a kind ends the process at once."""
+    """A list to which SIGINT and SIGTERM are appended. If one comes again, it ends the process at once."""
     stop = []
 
     def append(signum: int, _):

@@ -103,7 +103,7 @@ class Args:
     # run
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"  # where the networks run
     amp: bool = False  # run Agent.network in bfloat16
-    compile: bool = False  # torch.compile what the device runs
+    compile: bool = False  # torch.compile the update, and acting where it is on the device
     track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
     wandb_project_name: str = "ppo"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases user or team
@@ -142,6 +142,7 @@ class Args:
         rules = {
             "give --resume or --evaluate, not both": not (self.resume and self.evaluate),
             "--capture-video records the episodes of --evaluate": self.evaluate or not self.capture_video,
+            "max_grad_norm must be above 0": self.max_grad_norm > 0,
             "seed + steps must be below 2**31": self.seed + self.total_timesteps + self.num_envs < 2**31,
             "gamma and gae_lambda must be at most 1": max(self.gamma, self.gae_lambda) <= 1,
             "a minibatch must hold more than one step": self.num_steps * share >= 2 * self.num_minibatches,
@@ -214,6 +215,8 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
         envs = gym.vector.SyncVectorEnv([make] * num_envs, copy=False, **same_step)
     except (gym.error.Error, ImportError) as error:
         fail(f"--env-id {args.env_id}: {error}")
+    if envs.envs[0].spec.entry_point == "ale_py.env:AtariEnv":  # without its frames, lives and no-ops
+        fail(f"--env-id {args.env_id}: write {envs.envs[0].spec.id}")
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
         fail(f"{args.env_id} acts in {action_space}: try ppo_continuous.py, or Discrete actions from 0")
@@ -231,7 +234,10 @@ def as_array(env: gym.Env) -> gym.Env:
     if isinstance(space, gym.spaces.Box) and len(space.shape) == 3 and min(space.shape[:2]) >= 36:
         low, high = (x.transpose(2, 0, 1) for x in (space.low, space.high))
         channels_first = gym.spaces.Box(low, high, dtype=space.dtype.type)
-        return gym.wrappers.TransformObservation(env, lambda obs: obs.transpose(2, 0, 1), channels_first)
+        # a copy, as Gymnasium keeps final observations as they are, and an environment may reuse its array
+        return gym.wrappers.TransformObservation(
+            env, lambda obs: obs.transpose(2, 0, 1).copy(), channels_first
+        )
     return gym.wrappers.FlattenObservation(env) if isinstance(space, gym.spaces.Box) else env
 
 
@@ -326,7 +332,7 @@ class Categorical:
         self.logprobs = logits.log_softmax(-1)
 
     def sample(self) -> Tensor:
-        """(...), by the Gumbel-max trick: minus the log of an exponential variable is a Gumbel variable."""
+        """Actions (...) by the Gumbel-max trick: minus the log of an exponential variable is Gumbel noise."""
         return (self.logprobs - torch.empty_like(self.logprobs).exponential_().log_()).argmax(-1)
 
     def log_prob(self, action: Tensor) -> Tensor:
@@ -525,10 +531,10 @@ class Actors:  # differs from impala_vtrace.py: one task, and values instead of 
         """Says where segments must wait for a later batch than the next: they are older than they need be."""
         if self.args.sync:  # an odd segment is left for the next batch
             lag, least = self.batch_segments % 2, 0
-        else:  # the last for which there is room waits for so many batches
+        else:  # the last for which there is room waits for so many batches; a slow actor's, longer
             lag, least = math.ceil(self.capacity / self.batch_segments), 1
         if lag > least and RANK == 0:
-            expected = f"expect segments up to {lag} versions behind the optimizer instead of {least}"
+            expected = f"expect segments about {lag} versions behind the optimizer instead of {least}"
             remedy = f"let batch_unrolls be a multiple of the {self.args.num_envs} environments"
             print(f"{SCRIPT}.py: warning: {expected}: {remedy}", file=sys.stderr)
 
@@ -551,11 +557,11 @@ class Actors:  # differs from impala_vtrace.py: one task, and values instead of 
 
     def run(self, actor: Actor):
         """The thread of an actor."""
-        torch.set_num_threads(1)
-        if self.args.device == "cuda":
-            torch.cuda.set_device(LOCAL_RANK)  # a thread begins with device 0
-            torch.cuda.set_stream(torch.cuda.Stream())  # beside the optimizer's work, not behind it
         try:
+            torch.set_num_threads(1)
+            if self.args.device == "cuda":
+                torch.cuda.set_device(LOCAL_RANK)  # a thread begins with device 0
+                torch.cuda.set_stream(torch.cuda.Stream())  # beside the optimizer's work, not behind it
             while True:
                 start = time.monotonic()
                 with self.taking_room:  # two actors with half of their room each would wait for ever
@@ -650,7 +656,7 @@ def collect(actors: Actors) -> tuple[dict[str, np.ndarray], np.ndarray, list]:
 
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
     # differs from ppo.py: learn() has the loop; here the actors begin and end
-    """Trains; returns the run folder. A signal's number in stop ends it after an iteration, saved."""
+    """Trains; returns the run folder. With a signal's number in stop, saves and exits after an iteration."""
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
@@ -684,8 +690,11 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
     saved, last_returns = 0, []  # iterations in the last checkpoint, last 100 returns of this process
     version = 0  # updates that took place
     if args.resume:
+        run_lock = lock(run_dir) if RANK == 0 else None  # before the checkpoint is read
         checkpoint = load_checkpoint(args.resume, parts, ("iteration", "last_returns", "version"))
         saved, last_returns = checkpoint["iteration"], checkpoint["last_returns"]
+        if over_processes("MAX", saved) != saved:
+            fail(f"{args.resume}: the processes of torchrun read different checkpoints")
         version = checkpoint["version"]
         optimizer.param_groups[0]["lr"] = lr  # not the checkpoint's
     first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
@@ -715,7 +724,7 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
     actors.start(agent, version, args.seed + first_step + RANK * args.num_envs // WORLD_SIZE)
     held = deque(collect(actors) for _ in range(args.artificial_delay))
     for iteration in range(first_iteration, args.num_iterations):
-        # Seeding in every iteration leaves no random state to save. Python salts no hash of integers.
+        # Each iteration has a seed of its own, so no random state is saved. Python salts no hash of integers.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         frac = 1 - version / args.num_iterations  # detail 4: learning rate annealing, by versions
         optimizer.param_groups[0]["lr"].fill_(args.learning_rate * (frac if args.anneal_lr else 1))
@@ -731,7 +740,8 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
         episodes.sort(key=lambda episode: episode[0])
         staleness = version - versions
         kept = staleness <= (np.inf if args.max_staleness is None else args.max_staleness)
-        if over_processes("MAX", not kept.any()):  # if a process has nothing to train on, none trains
+        is_any_without = over_processes("MAX", not kept.any())
+        if is_any_without:  # if a process has nothing to train on, none trains
             kept[:] = False
         if not kept.all():
             data = {name: x[:, kept] for name, x in data.items()}
@@ -817,12 +827,16 @@ def keep_freed_memory():
     """Keeps glibc from returning freed memory to the kernel, page by page: a fifth of an update on a CPU."""
     if sys.platform == "linux":
         mallopt = ctypes.CDLL(None).mallopt
-        _ = mallopt(-3, 2**30) or mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, of which older versions take less
+        if not mallopt(-3, 2**30):  # M_MMAP_THRESHOLD
+            mallopt(-3, 2**25)  # the most that older versions take
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
-    """Makes parameters views of one tensor, and their gradients views of its gradient."""
+    """Makes parameters views of one tensor, and their gradients views of its gradient.
+
+    Adam, clipping and the sum over processes are then one operation each, not one for each parameter.
+    """
     flat = nn.Parameter(torch.cat([x.data.flatten() for x in parameters]))
     flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in parameters]
     for x, part, grad in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
@@ -896,15 +910,13 @@ def evaluate(args: Args) -> list[float]:
 def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[FileLock, SummaryWriter, tqdm]:
     """The lock of the run folder, TensorBoard's writer and a progress bar; Weights & Biases with --track."""
     try:
-        if args.resume:  # before W&B is told. A new run has no folder yet, and gets none if W&B fails.
-            lock(run_dir)
-        if args.track:
+        if args.track:  # first: a new run gets no folder if W&B fails
             start_tracking(args, run_dir)
         writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
         run_lock = lock(run_dir)
     except OSError as error:
         fail(f"{run_dir}: {error}")
-    atexit.register(writer.close)  # an exception loses no logs
+    atexit.register(writer.close)  # writes the last logs after an exception, too
     writer.add_text("args", "\n".join(f"    {name}: {x}" for name, x in asdict(args).items()))
     style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
     total = args.num_iterations * args.batch_size
@@ -918,6 +930,8 @@ def lock(run_dir: Path) -> FileLock:
         run_lock.acquire(timeout=0)
     except Timeout:
         fail(f"another process trains in {run_dir}")
+    except OSError as error:
+        fail(f"{run_dir}: {error}")
     return run_lock
 
 
@@ -973,7 +987,7 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[s
 
 
 def stop_at_signals() -> list[int]:
-    """A list to which SIGINT and SIGTERM are appended. The second of a kind ends the process at once."""
+    """A list to which SIGINT and SIGTERM are appended. If one comes again, it ends the process at once."""
     stop = []
 
     def append(signum: int, _):

@@ -361,6 +361,27 @@ class Faulty(Aligned):
         return obs, reward, over, is_cut, info
 
 
+class Reused(Cut):
+    """Cut with one array for all observations, as an environment that saves time may have."""
+
+    observation_space = gym.spaces.Box(-10, 1000, (2,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        gym.Env.reset(self, seed=seed)
+        self.t, self.obs = 0, getattr(self, "obs", np.zeros_like(self.observation_space.low))
+        self.obs[:] = 0
+        return self.obs, {}
+
+    def step(self, action):
+        obs, *rest = super().step(action)
+        self.obs[:] = obs[0]
+        return self.obs, *rest
+
+
+class ReusedImage(Reused):
+    observation_space = gym.spaces.Box(0, 255, (40, 40, 3), np.uint8)
+
+
 PROBES = (
     RewardByObservation,
     RewardByAction,
@@ -394,6 +415,8 @@ OTHERS = (
     SmallImage,
     FloatImage,
     Bytes,
+    Reused,
+    ReusedImage,
 )
 for probe in (*PROBES, *OTHERS):
     gym.register(f"{probe.__name__}-v0", entry_point=probe, disable_env_checker=True)

@@ -83,6 +83,9 @@ MISTAKES = [
     ("--seed 2147483647", r"seed \+ steps must be below"),
     ("--total-timesteps 50", "total_timesteps must be at least"),
     ("--gamma-max 1", "gamma_max and gamma_min must be below 1"),
+    ("--max-grad-norm 0", "max_grad_norm must be above 0"),
+    ("--kernel-eps 0", "kernel_eps must be above 0"),
+    ("--neighbors 200 --kernel-eps 1", "kernel_eps is so large that nothing is novel"),
     ("--period 61", "period must be at most unroll"),
     ("--rnd-max 0.5", "rnd_max must be at least 1"),
     ("--replay-steps 600 --learning-starts 600", "replay_steps must hold two sequences"),
@@ -139,6 +142,12 @@ def test_wrong_flag(script, flags, monkeypatch, capsys):
         (ppo_multidiscrete, "StartedMulti-v0", "acts in"),
         (ppo_multidiscrete, "ImageMulti-v0", "add --no-normalize"),
         (impala_vtrace, "Breakout-v4", "random number of frames"),
+        (impala_vtrace, "ALE/Breakout", "write ALE/Breakout-v5"),
+        (impala_vtrace, "ale_py:ALE/Breakout-v5", "write ALE/Breakout-v5"),
+        (ppo_async, "ALE/Breakout", "write ALE/Breakout-v5"),
+        (ppo_async, "ale_py:ALE/Breakout-v5", "write ALE/Breakout-v5"),
+        (ngu_r2d2, "ALE/Breakout", "write ALE/Breakout-v5"),
+        (ngu_r2d2, "ale_py:ALE/Breakout-v5", "write ALE/Breakout-v5"),
         (impala_vtrace, "Pendulum-v1", "ppo_continuous.py"),
         (impala_vtrace, "FrozenLake-v1", "vectors and images"),
         (ngu_r2d2, "Breakout-v4", "random number of frames"),
@@ -215,6 +224,19 @@ def test_images_of_floats_are_not_scaled(script, monkeypatch):
     flags = dict(rnd=False) if script is ngu_r2d2 else {}
     script.train(small_args(script, env_id="FloatImage-v0", **flags))
     assert len(seen) > 10 and all(x in ([1.0], [0.0, 1.0]) for x in seen)  # the replay pads with zeros
+
+
+@pytest.mark.parametrize("env_id", ["Reused-v0", "ReusedImage-v0"])
+@pytest.mark.parametrize("script", [impala_vtrace, ppo_async, ngu_r2d2], ids=lambda script: script.SCRIPT)
+def test_final_observations_of_environments_that_reuse_their_array(script, env_id):
+    """They are what the episode ended with, 100, not what the next one began with in the same array."""
+    args = small_args(script, env_id=env_id)
+    envs = script.make_env(*([env_id] if script is impala_vtrace else []), args, 2)
+    envs.reset(seed=1)
+    for _ in range(4):
+        obs, _, _, is_cut, infos = envs.step(np.zeros(2, int))
+    assert is_cut.all() and (obs == 0).all()
+    assert all((final == 100).all() and final.shape == obs[0].shape for final in infos["final_obs"])
 
 
 def test_vectors_of_bytes_are_vectors():
@@ -477,6 +499,23 @@ def test_a_non_finite_loss_of_another_process_stops_the_run(script, rank, monkey
     with pytest.raises(SystemExit) as end:
         script.train(small_args(script))
     assert "last good checkpoint: none" in end.value.code if rank == 0 else end.value.code == 1
+
+
+@pytest.mark.parametrize("name", SCRIPTS | OTHERS)
+def test_processes_that_read_different_checkpoints(name, monkeypatch, capsys):
+    """As one of two may that resume while a third, which was cut off from them, still saves."""
+    script = (SCRIPTS | OTHERS)[name]
+    run_dir = script.train(small_args(script))
+    original, saved = script.over_processes, script.load_checkpoint(run_dir)["iteration"]
+    capsys.readouterr()
+
+    def over_processes(operation, x):
+        return original(operation, x) + (operation == "MAX" and x == saved)
+
+    monkeypatch.setattr(script, "over_processes", over_processes)
+    with pytest.raises(SystemExit) as end:
+        script.train(replace(script.load_checkpoint(run_dir)["args"], resume=str(run_dir)))
+    assert_one_line_error(end.value.code, capsys, "processes of torchrun read different checkpoints")
 
 
 def test_a_number_that_is_summed_over_processes_stays_as_it_was(script, monkeypatch):

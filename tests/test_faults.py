@@ -8,6 +8,7 @@ scripts but one.
 
 import atexit
 import ctypes
+import fcntl
 import io
 import itertools
 import multiprocessing
@@ -269,6 +270,34 @@ def another_process_trains_in_the_folder(script):
     more = ["--total-timesteps", last * state["args"].batch_size]
     assert run(script, "--resume", run_dir, *more, sabotage=partial(later, 2)).code == 0
     assert_whole(script, run_dir, last)
+
+
+def load_locked(run_dir):
+    """Another process that wants to train there while a checkpoint is read must be refused."""
+    load = torch.load
+
+    def wrapped(*args, **kwargs):
+        other = os.open(Path(run_dir, "lock"), os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(other)
+            return load(*args, **kwargs)
+        os._exit(98)
+
+    torch.load = wrapped
+
+
+@fault
+def folder_is_locked_before_its_checkpoint_is_read(script):
+    """Else a run that ends meanwhile leaves a newer one, and the log of what lies between comes twice."""
+    assert run(script, *flags(script)).code == 0
+    (run_dir,) = Path("runs").iterdir()
+    more = ["--total-timesteps", 8 * small_args(script).batch_size]
+    sabotage = partial(load_locked, run_dir)
+    ended = run(script, "--resume", run_dir, *more, sabotage=sabotage)
+    assert ended.code == 0, ended
+    assert_sound(script, run_dir, 8)
 
 
 def without_linux():

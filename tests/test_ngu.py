@@ -430,6 +430,15 @@ def test_nothing_is_worth_more_than_what_is_as_far_as_usual():
 
 
 @torch.no_grad()
+def test_standing_still_is_not_novel():
+    """Not even where nothing else was ever seen, so that all distances are 0."""
+    curiosity = curiosity_of(rnd=False)
+    curiosity.begin(at(1.0), np.ones(1, bool))
+    novelties = [curiosity(at(1.0))[0].item() for _ in range(20)]
+    assert all(0 <= x < 0.1 for x in novelties), novelties
+
+
+@torch.no_grad()
 def test_distances_are_squared_and_of_earlier_arrivals_alone():
     curiosity = curiosity_of(rnd=False, memory_size=5, neighbors=3)
     curiosity.begin(at(0.0), np.ones(1, bool))
@@ -793,10 +802,20 @@ def test_what_is_not_trained_stays_as_it_was(flag):
                 assert torch.equal(x, now[name]), name
 
 
-def test_weights_of_the_embedding_decay_and_the_agents_do_not():
+def test_weights_of_the_inverse_model_decay_and_no_others():
+    """By 1e-5 of each weight in the gradient, as table 6 of the paper gives L2 to the inverse model alone.
+
+    A predictor of RND that decays would call things familiar that the agent has not seen.
+    """
     saved = ngu_r2d2.load_checkpoint(ngu_r2d2.train(small(total_timesteps=24)))
-    decays = [saved[name]["param_groups"][0]["weight_decay"] for name in ("auxiliary", "optimizer")]
-    assert decays == [1e-5, 0]
+    assert all(saved[name]["param_groups"][0]["weight_decay"] == 0 for name in ("auxiliary", "optimizer"))
+
+    run = play(small(replay_steps=4000), 200)
+    loss, info = run.curiosity.loss(*ngu_r2d2.last_transitions(tensors(everything(run.replay)), 3))
+    decaying = [*run.curiosity.embedding.parameters(), *run.curiosity.inverse.parameters()]
+    penalty = sum((x.double() ** 2).sum().item() for x in decaying) * 1e-5 / 2
+    errors = info["inverse_loss"].double() + info["rnd_loss"].double()
+    assert (loss.double() - errors).item() == pytest.approx(penalty, rel=1e-2) and penalty > 1e-4
 
 
 # === Replay ===
