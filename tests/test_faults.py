@@ -273,10 +273,13 @@ def another_process_trains_in_the_folder(script):
 
 
 def load_locked(run_dir):
-    """Another process that wants to train there while a checkpoint is read must be refused."""
-    load = torch.load
+    """Another process that wants to train there is refused while a checkpoint is read, but for its flags."""
+    load, loads = torch.load, []
 
     def wrapped(*args, **kwargs):
+        loads.append(args)
+        if len(loads) == 1:  # the command line's flags stand over those of the run
+            return load(*args, **kwargs)
         other = os.open(Path(run_dir, "lock"), os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
