@@ -5,7 +5,8 @@
 
 The flags are the script's own and so are the defaults; what stable-baselines3 lacks (--amp, --compile, masks)
 has no effect. Atari games are wrapped and stepped as its documentation does, one after the other; ppo_lstm is
-sb3-contrib's RecurrentPPO. Timed from the end of the first iteration, without logging.
+sb3-contrib's RecurrentPPO. Timed from the end of the first iteration, without logging; and it prints what the
+last episodes returned.
 """
 
 import importlib
@@ -121,6 +122,8 @@ def main():
     model = make_model(script.__name__, args)
     steps = args.num_iterations * args.batch_size
     model.learn(steps, clock)
+    returns = [episode["r"] for episode in model.ep_info_buffer]  # of the last 100 episodes, as in RESULTS.md
+    print(f"return {np.mean(returns) if returns else np.nan:.2f} of the last {len(returns)} episodes")
     print(f"{(steps - args.batch_size) / (time.perf_counter() - clock.starts[1]):.1f} steps/s")
 
 
