@@ -9,11 +9,15 @@
 gym_microrts imports the gym of its day when it is loaded: stand-ins made of gymnasium take its place.
 """
 
+import os
 import sys
 from types import ModuleType
 
 import gymnasium as gym
 import numpy as np
+
+# Java would take SIGINT and SIGTERM for itself and end, so that the script could not finish its iteration.
+os.environ.setdefault("JAVA_TOOL_OPTIONS", "-Xrs")
 
 
 def load() -> tuple[type, list[dict]]:

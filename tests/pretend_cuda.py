@@ -409,7 +409,7 @@ class CUDAGraph:
 @contextlib.contextmanager
 def capture(graph: CUDAGraph, **_):
     """torch.cuda.graph()"""
-    GPU.wait("capture of a CUDA graph")
+    synchronize()  # as PyTorch does before it captures
     graph.capture_begin()
     try:
         yield

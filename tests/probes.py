@@ -167,6 +167,10 @@ class IntegerBox(Probe):
     action_space = gym.spaces.Box(0, 5, (2,), np.int32)
 
 
+class MatrixBox(Probe):
+    action_space = gym.spaces.Box(-1, 1, (2, 3), np.float32)
+
+
 class StartedMulti(Probe):
     action_space = gym.spaces.MultiDiscrete([3, 3], start=[1, 1])
 
@@ -401,6 +405,7 @@ OTHERS = (
     AlignedBox,
     ImageBox,
     IntegerBox,
+    MatrixBox,
     StartedMulti,
     AlignedMulti,
     BoxActions,

@@ -261,7 +261,7 @@ def another_process_trains_in_the_folder(script):
         time.sleep(0.01)
     run_dir = found[0].parent
     second = end(start(script, "--resume", run_dir, sabotage=partial(later, 1), number=1), 1)
-    assert_one_line(second, f"another process trains in {run_dir}")
+    assert_one_line(second, f"{run_dir} cannot be locked, another process may train there: ")
     assert len(list(run_dir.glob("events*"))) == 1 and first.is_alive()
     first.kill()
     assert end(first).code == -signal.SIGKILL
@@ -339,7 +339,8 @@ def wandb_unreachable(script):
     pytest.importorskip("wandb")
     ended = run(script, "--track", *flags(script), sabotage=unreachable)
     assert ended.code == 2 and "Traceback" not in ended.err, ended.err
-    assert len(re.findall(r"(?m)^ppo.py: error: --track: .+$", ended.err)) == 1 and not Path("runs").exists()
+    assert len(re.findall(r"(?m)^ppo.py: error: --track: .+$", ended.err)) == 1
+    assert [path.name for path in Path("runs").glob("*/*")] == ["lock"]  # the folder that it would have been
 
 
 # === Checkpoints and arguments ===============================================================
@@ -439,12 +440,12 @@ def minibatch_of_one_step(script):
 
 UNHARMED = 0, r"(?s)\A(?!.*Warning)"
 NOT_FINITE = 1, r"(?m)^iteration [2-6]: not finite: \{.*\}; last good checkpoint: \S+, of iteration [1-5]$"
-STALLS = 1, r'(?s)(?=.*error: \S+: a step or reset takes longer than 1 s\n).*probes.py", line \d+ in '
+STALLS = 1, r'(?s)Timeout \(0:00:02\)!.*probes.py", line \d+ in '
 ENDS = {  # exit code and words
     "raises": (1, "(?s)Traceback.*probes.py.*ZeroDivisionError: the environment's own mistake"),
     "hangs": STALLS,
     "hangs-in-reset": STALLS,
-    "hangs-with-lock": (1, r'(?s)Timeout \(0:00:03\)!.*probes.py", line \d+ in '),
+    "hangs-with-lock": STALLS,
     "nan-observations": NOT_FINITE,
     "nan-rewards": NOT_FINITE,
     "huge-rewards": NOT_FINITE,
@@ -474,7 +475,7 @@ def faulty_games(fault):
 
 def environment(fault, script, **more):
     sabotage = partial(faulty_games, fault) if script is ppo_atari else int
-    more |= dict(stall_seconds=1) if "hangs" in fault else {}
+    more |= dict(stall_seconds=2) if "hangs" in fault else {}
     ended = run(script, *flags(script, fault, **more), sabotage=sabotage)
     code, words = ENDS_OTHERWISE.get((fault, script), ENDS[fault])
     assert ended.code == code and re.search(words, ended.err), (ended.code, ended.err)
