@@ -22,7 +22,7 @@ from conftest import OTHERS, SCRIPTS, scalars, wait_for
 
 import benchmark.studies.maze  # noqa: F401  registers it
 import ngu_r2d2
-from benchmark import compare, figures
+from benchmark import compare, figures, same
 from benchmark.run import COLUMNS, Args, Run, end_last_part
 from benchmark.studies import exploration
 from benchmark.suites import SUITES, Row, Target
@@ -528,6 +528,23 @@ def test_mistakes_of_compare(flags, message):
         [sys.executable, ROOT / "benchmark/compare.py", *flags], capture_output=True, text=True
     )
     assert done.returncode == 2 and done.stderr.startswith(f"compare.py: error: {message}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_same_finds_what_trains_otherwise():
+    source, flags = (ROOT / "ppo.py").read_text(), ["--total-timesteps", "1024"]
+    logs = [same.logged(text, "ppo", flags) for text in (source, source, source.replace("0.99  #", "0.98  #"))]
+    assert logs[0] == logs[1] != logs[2] and logs[0].keys() == logs[2].keys()
+    assert len(logs[0]["losses/policy_loss"]) == 2 and "charts/SPS" not in logs[0]
+
+
+@pytest.mark.parametrize(
+    "flags,message",
+    [([], "give a commit"), (["nosuch", "ppo"], "ppo.py of nosuch"), (["HEAD", "ppp"], "ppp.py of HEAD")],
+)
+def test_mistakes_of_same(flags, message):
+    done = subprocess.run([sys.executable, ROOT / "benchmark/same.py", *flags], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(f"same.py: error: {message}")
     assert done.stderr.count("\n") == 1
 
 
