@@ -1,9 +1,7 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = [
-#     "ale-py>=0.12", "filelock>=3.13", "gymnasium[classic-control]>=1.4", "numpy", "tensorboard",
-#     "torch>=2.6", "tqdm", "tyro>=1",
-# ]
+# dependencies = ["ale-py>=0.12", "filelock>=3.13", "gymnasium[classic-control]>=1.4", "numpy", "tensorboard",
+#     "torch>=2.6", "tqdm", "tyro>=1"]
 # ///
 """IMPALA: actors that run ahead of a learner, and V-trace for the lag between them. Atari, images, vectors.
 
@@ -29,18 +27,20 @@ import os
 import queue
 import signal
 import sys
-import threading
 import time
+from collections import Counter, deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Literal, NoReturn
 from zipfile import BadZipFile, ZipFile
 
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # PyTorch's idle threads sleep and leave emulators the cores
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # before torch: its idle threads leave emulators the cores
 
 import ale_py
 import gymnasium as gym
@@ -49,8 +49,7 @@ import torch
 import torch.nn as nn
 import tyro
 from ale_py.vector_env import AtariVectorEnv
-from filelock import FileLock, Timeout
-from tensorboard.compat.proto.summary_pb2 import Summary
+from filelock import FileLock
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -73,7 +72,7 @@ class Args:
     num_actors: int = 1  # threads of a process for each task, with two groups of environments each
     num_steps: int = 20  # steps per environment and rollout (T)
     sync: bool = False  # actors and learner in turn, in one thread
-    stall_seconds: int = 20  # a step or reset that takes longer ends the run
+    stall_seconds: int = 600  # an iteration that takes longer, or is suspended for longer, ends the run
 
     # V-trace
     gamma: float = 0.99  # discount factor
@@ -120,8 +119,12 @@ class Args:
         return self.env_id.split(",")
 
     @property
+    def num_groups(self) -> int:
+        return WORLD_SIZE * len(self.env_ids) * self.num_actors * 2
+
+    @property
     def group_size(self) -> int:
-        return self.num_envs // (WORLD_SIZE * len(self.env_ids) * self.num_actors * 2)
+        return self.num_envs // self.num_groups
 
     @property
     def new_unrolls(self) -> int:
@@ -143,8 +146,8 @@ class Args:
             least = 1 if field.type is int and name != "seed" else 0
             if type(x) in (int, float) and not least <= x < np.inf:
                 raise ValueError(f"{name} cannot be {x}")
-        groups = WORLD_SIZE * len(self.env_ids) * self.num_actors * 2
-        rest, unit = self.num_envs % groups, WORLD_SIZE * max(1, self.group_size)
+        groups, rest = self.num_groups, self.num_envs % self.num_groups
+        unit = WORLD_SIZE * max(1, self.group_size)
         is_whole = self.new_unrolls % unit == 0 and self.batch_unrolls % WORLD_SIZE == 0
         rules = {
             "give --resume or --evaluate, not both": not (self.resume and self.evaluate),
@@ -163,31 +166,10 @@ class Args:
                 raise ValueError(rule)
 
 
-def fail(message: object) -> NoReturn:
+def fail(message: str) -> NoReturn:
     """Reports a mistake of the user, not a bug, in one line on stderr; exit code 2."""
-    print(f"{SCRIPT}.py: error: {' '.join(str(message).split())}", file=sys.stderr)
+    print(f"{SCRIPT}.py: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
-
-
-def parse_args() -> Args:
-    # differs from ppo.py: what a batch has is a flag of its own
-    """The command line. A run that is resumed or evaluated brings its own arguments as defaults."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--resume")
-    parser.add_argument("--evaluate")
-    run, _ = parser.parse_known_args()
-    if run.resume is None and run.evaluate is None:
-        args = tyro.cli(Args)
-    else:
-        saved = load_checkpoint(run.resume if run.evaluate is None else run.evaluate)["args"]
-        args = tyro.cli(Args, default=saved)
-        fixed = ("env_id", "seed", "num_envs", "num_steps", "batch_unrolls", "replay_fraction")
-        for name in fixed if args.resume else ():
-            if getattr(args, name) != getattr(saved, name):
-                fail(f"--resume cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
-    if args.device == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
-        fail(f"--device cuda: PyTorch finds {torch.cuda.device_count() or 'no'} GPU; each process needs one")
-    return args
 
 
 # === Environment =============================================================================
@@ -213,12 +195,12 @@ def make_env(env_id: str, args: Args, num_envs: int, video_dir: Path | None = No
         return envs
 
     def make() -> gym.Env:
-        options = dict(render_mode="rgb_array") if video_dir else {}
-        env = gym.make(env_id, **options)
+        env = gym.make(env_id, **(dict(render_mode="rgb_array") if video_dir else {}))
         if video_dir:
             task = env_id.replace("/", "-").replace(":", "-")
-            is_recorded = lambda n: n < args.eval_episodes  # noqa: E731
-            env = gym.wrappers.RecordVideo(env, str(video_dir), is_recorded, name_prefix=task)
+            env = gym.wrappers.RecordVideo(
+                env, str(video_dir), lambda n: n < args.eval_episodes, name_prefix=task
+            )
         return as_array(gym.wrappers.RecordEpisodeStatistics(env))
 
     try:
@@ -244,9 +226,9 @@ def as_array(env: gym.Env) -> gym.Env:
     if isinstance(space, gym.spaces.Box) and len(space.shape) == 3 and min(space.shape[:2]) >= 36:
         low, high = (x.transpose(2, 0, 1) for x in (space.low, space.high))
         channels_first = gym.spaces.Box(low, high, dtype=space.dtype.type)
-        # a copy, as Gymnasium keeps final observations as they are, and an environment may reuse its array
+        # astype() copies: Gymnasium keeps a final observation, whose array an environment may reuse
         return gym.wrappers.TransformObservation(
-            env, lambda obs: obs.transpose(2, 0, 1).copy(), channels_first
+            env, lambda obs: obs.transpose(2, 0, 1).astype(space.dtype), channels_first
         )
     return gym.wrappers.FlattenObservation(env) if isinstance(space, gym.spaces.Box) else env
 
@@ -283,7 +265,7 @@ class Group:
         if self.video_dir:
             self.envs.camera.reset(seed=seed)
         num_envs = self.envs.num_envs
-        self.returns, self.lives = np.zeros(num_envs), info.get("lives", np.zeros(num_envs))
+        self.returns, self.lives = np.zeros(num_envs), info.get("lives")
         self.began = np.zeros(num_envs, int)  # the emulator's frame at which the game began
         self.row = dict(obs=obs, last_actions=np.zeros(num_envs, np.int64))
         self.row |= dict(last_rewards=np.zeros(num_envs, np.float32), starts=np.ones(num_envs, bool))
@@ -296,32 +278,29 @@ class Group:
             frames, *_ = self.envs.camera.step(actions)
             self.video.append(frames[0, 0])
 
-    def receive(self) -> tuple[np.ndarray | None, list[dict[str, float]]]:
-        """Final observations (N, ...), None if there are none, and what to log of the episodes that ended."""
+    def receive(self) -> tuple[dict[int, np.ndarray], list[dict[str, float]]]:
+        """Last observations, by environment, of what a time limit cut, and what to log of ended episodes."""
         step = self.envs.recv() if self.is_atari else self.envs.step(self.actions)
         obs, rewards, terminated, truncated, info = step
         starts = terminated | truncated
-        self.cut = truncated & ~terminated
-        episodes = self.ended_games(starts, rewards, info) if self.is_atari else ended_episodes(info)
         if self.is_atari:
+            info["final_info"] = self.ended_games(starts, rewards, info)
             starts = starts | (0 < info["lives"]) & (info["lives"] < self.lives)
             self.lives = info["lives"]
         self.row = dict(obs=obs, last_actions=self.actions, starts=starts)
         self.row["last_rewards"] = rewards.astype(np.float32)
-        return info.get("final_obs"), episodes
+        cut = (truncated & ~terminated).nonzero()[0]
+        return {n: info["final_obs"][n] for n in cut}, ended_episodes(info)
 
-    def ended_games(self, over: np.ndarray, rewards: np.ndarray, info: dict) -> list[dict[str, float]]:
-        """What to log of Atari games: CleanRL's length is in frames, and counts the no-ops at the start."""
-        self.returns += rewards
+    def ended_games(self, over: np.ndarray, rewards: np.ndarray, info: dict) -> dict:
+        """Games as gymnasium reports episodes, but with CleanRL's length: all frames, no-ops at first too."""
+        returns = self.returns + rewards
         began = info["frame_number"] - info["episode_frame_number"]  # a game lasts until the next one begins
-        lengths, self.began = began - self.began, began
-        names, episodes = ("charts/episodic_return", "charts/episodic_length"), []
-        for n in over.nonzero()[0]:
-            episodes.append(dict(zip(names, (float(self.returns[n]), float(lengths[n])), strict=True)))
-        self.returns[over] = 0
+        final_info = dict(episode=dict(r=returns, l=began - self.began), _episode=over)
+        self.returns, self.began = np.where(over, 0, returns), began
         if self.video_dir and over[0]:
             self.save_video()
-        return episodes
+        return final_info
 
     def save_video(self):
         from moviepy import ImageSequenceClip
@@ -445,7 +424,9 @@ def sequences(starts: Tensor) -> list[slice]:
 
     oneDNN keeps compiled code for each length that it meets, so there are few of them.
     """
-    begins, is_start = [0], starts.any(1).tolist() if len(starts) > 1 else [True]
+    # A single step does not ask the device: act() may be in a CUDA graph.
+    is_start = starts.any(1).tolist() if len(starts) > 1 else [True]
+    begins = [0]
     for t in range(1, len(is_start)):
         if is_start[t] or t == begins[-1] + 16:
             begins.append(t)
@@ -456,32 +437,21 @@ def sequences(starts: Tensor) -> list[slice]:
 
 
 @torch.no_grad()
-def vtrace(
-    behavior_logprobs: Tensor,
-    target_logprobs: Tensor,
-    rewards: Tensor,
-    discounts: Tensor,
-    values: Tensor,
-    bootstrap_value: Tensor,
-    rho_bar: float = 1.0,
-    c_bar: float = 1.0,
-    pg_rho_bar: float = 1.0,
-    lam: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+def vtrace(ratio, rewards, discounts, values, bootstrap_value, rho_bar, c_bar, lam) -> tuple[Tensor, Tensor]:
     """V-trace targets vs (eq. 1, by remark 1) and advantages of the policy gradient (section 4.2), (T, N).
 
-    All (T, N), but bootstrap_value (N,), the value after the last step. discounts[t] is 0 if step t ended an
-    episode, else gamma. Importance weights are clipped at rho_bar, c_bar and pg_rho_bar (inf: not).
-    lam shortens the traces as in remark 2.
+    All (T, N), but bootstrap_value (N,), the value after the last step. ratio is that of the probabilities of
+    what was done, under the learner's policy and under the one that acted. discounts[t] is 0 if step t ended
+    an episode, else gamma. Importance weights are clipped at rho_bar and c_bar (inf: not). lam shortens the
+    traces as in remark 2.
     """
-    ratio = (target_logprobs - behavior_logprobs).exp()
-    rhos, cs, pg_rhos = ratio.clamp(max=rho_bar), ratio.clamp(max=c_bar), ratio.clamp(max=pg_rho_bar)
+    rhos, cs = ratio.clamp(max=rho_bar), ratio.clamp(max=c_bar)
     deltas = rhos * (rewards + discounts * torch.cat((values[1:], bootstrap_value[None])) - values)
     corrections, correction = torch.zeros_like(deltas), 0.0
     for t in reversed(range(len(deltas))):
         corrections[t] = correction = deltas[t] + discounts[t] * lam * cs[t] * correction
     vs = values + corrections
-    pg_advantages = pg_rhos * (rewards + discounts * torch.cat((vs[1:], bootstrap_value[None])) - values)
+    pg_advantages = rhos * (rewards + discounts * torch.cat((vs[1:], bootstrap_value[None])) - values)
     return vs, pg_advantages
 
 
@@ -500,27 +470,16 @@ def impala_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Ten
     dist, values, _ = agent(batch, batch["state"])
     rewards = transform(batch["last_rewards"][1:], args.rewards) + batch["bootstraps"][1:]
     discounts = args.gamma * ~batch["starts"][1:]
-    values, bootstrap_value = values[:-1], values[-1].detach()
+    values, last_value = values[:-1], values[-1]
     actions = batch["last_actions"].roll(-1, 0)  # what was done in each row; in the last one nothing was
     logprobs, entropy = dist.log_prob(actions)[:-1], dist.entropy()[:-1].sum()
 
-    target_logprobs, behavior_logprobs = logprobs.detach(), batch["logprobs"]
-    logratio = target_logprobs - behavior_logprobs
+    logratio = logprobs.detach() - batch["logprobs"]
     ratio = logratio.exp()
-    if args.correction != "vtrace":  # ablations of section 5.2.2: the n-step return, as if on-policy
-        behavior_logprobs = target_logprobs
-    vs, pg_advantages = vtrace(
-        behavior_logprobs,
-        target_logprobs,
-        rewards,
-        discounts,
-        values.detach(),
-        bootstrap_value,
-        rho_bar=args.rho_bar,
-        c_bar=args.c_bar,
-        pg_rho_bar=args.rho_bar,
-        lam=args.vtrace_lambda,
-    )
+    # The ablations of section 5.2.2 have the n-step return, as if on-policy.
+    weights = ratio if args.correction == "vtrace" else torch.ones_like(ratio)
+    bars = args.rho_bar, args.c_bar, args.vtrace_lambda
+    vs, pg_advantages = vtrace(weights, rewards, discounts, values, last_value, *bars)
     if args.correction == "one-step-is":  # corrects the policy gradient alone
         pg_advantages = ratio.clamp(max=args.rho_bar) * pg_advantages
     if args.correction == "epsilon":  # keeps the gradient of log pi from exploding
@@ -545,6 +504,7 @@ class RMSProp(nn.Module):
         self.decay, self.eps = decay, eps
         self.register_buffer("square_avg", torch.ones_like(flat))
 
+    @torch.no_grad()
     def step(self, flat: nn.Parameter, lr: Tensor):
         self.square_avg.lerp_(flat.grad**2, 1 - self.decay)
         flat.sub_(lr * flat.grad / (self.square_avg + self.eps).sqrt())
@@ -559,17 +519,8 @@ class Unrolls:
 
     env_id: str
     version: int
-    data: dict[str, np.ndarray]  # rows (T + 1, N, ...), logprobs (T, N), state (2, N, size), cuts (1, N)
+    data: dict[str, np.ndarray]  # rows (T + 1, N, ...), logprobs (T, N), state (2, N, size)
     episodes: list[tuple[int, dict]]  # those that ended: step of the unroll, and what to log
-
-    @classmethod
-    def empty(cls, args: Args, env_id: str, version: int, row: dict[str, np.ndarray], state: Tensor):
-        T, N = args.num_steps, args.group_size
-        data = {name: np.empty((T + 1, *x.shape), x.dtype) for name, x in row.items()}
-        data |= dict(logprobs=np.empty((T, N), np.float32), state=state.cpu().numpy())
-        data["cuts"] = np.empty((1, N), object)  # for each environment a tuple of its time limits, ...
-        data["cuts"].fill(())  # ... (row, final observation): few and of no fixed number
-        return cls(env_id, version, data, [])
 
 
 def tensors(row: dict[str, np.ndarray], args: Args) -> dict[str, Tensor]:
@@ -584,91 +535,79 @@ class Actor:
     def __init__(self, env_id: str, args: Args):
         self.args, self.env_id = args, env_id
         self.groups = [Group(env_id, args, args.group_size) for _ in range(2)]
-        self.waited, self.steps = 0.0, 0  # seconds that it waited for room, environment steps
-        self.stall_limit = StallLimit(env_id, args.stall_seconds)
+        self.began = math.inf  # time at which its present unroll began
+        self.stream = torch.cuda.Stream() if args.device == "cuda" else None
 
     def reset(self, agent: Agent, seed: int):
         self.states = [agent.initial_state(self.args.group_size) for _ in self.groups]
         for k, group in enumerate(self.groups):
-            with self.stall_limit:
-                group.reset(seed + k * self.args.group_size)
+            group.reset(seed + k * self.args.group_size)
 
     @torch.no_grad()  # which counts for one thread alone
     def unroll(self, agent: Agent, version: int) -> list[Unrolls]:
         """T steps of each group by an agent of the learner's."""
-        begin = zip(self.groups, self.states, strict=True)
-        both = [Unrolls.empty(self.args, self.env_id, version, group.row, state) for group, state in begin]
-        for t in range(self.args.num_steps + 1):
+        T, N, both = self.args.num_steps, self.args.group_size, []
+        for group, state in zip(self.groups, self.states, strict=True):
+            data = {name: np.empty((T + 1, *x.shape), x.dtype) for name, x in group.row.items()}
+            data["final_obs"] = np.full((T + 1, N), None)  # where a time limit ended an episode
+            data |= dict(logprobs=np.empty((T, N), np.float32), state=state.cpu().numpy())
+            both.append(Unrolls(self.env_id, version, data, []))
+        for t in range(T + 1):
             for k, group in enumerate(self.groups):
+                data = both[k].data
                 if t > 0:
-                    self.receive(group, t, both[k])
+                    cut, episodes = group.receive()
+                    both[k].episodes += [(t, episode) for episode in episodes]
+                    for n, obs in cut.items() if self.args.bootstrap_truncated else ():
+                        data["final_obs"][t, n] = obs
                 for name, x in group.row.items():
-                    both[k].data[name][t] = x
-                if t < self.args.num_steps:
+                    data[name][t] = x
+                if t < T:
                     dist, _, self.states[k] = agent(tensors(group.row, self.args), self.states[k])
                     action = dist.sample()
                     logprob = dist.log_prob(action).to("cpu", non_blocking=True)
                     group.send(action[0].cpu().numpy())  # here alone the thread waits for a GPU
-                    both[k].data["logprobs"][t] = logprob[0].numpy()
-        self.steps += 2 * self.args.num_steps * self.args.group_size
+                    data["logprobs"][t] = logprob[0].numpy()
         return both
-
-    def receive(self, group: Group, t: int, unrolls: Unrolls):
-        """The next row of a group, and what it says of ended episodes."""
-        with self.stall_limit:
-            final_obs, episodes = group.receive()
-        unrolls.episodes += [(t, episode) for episode in episodes]
-        for n in group.cut.nonzero()[0] if self.args.bootstrap_truncated else ():
-            unrolls.data["cuts"][0, n] += ((t, np.array(final_obs[n], group.row["obs"].dtype)),)
 
 
 class Actors:
-    """The actors of a process, each in a thread of its own or, with --sync, all in the learner's thread.
+    """The actors of a process, in threads of their own or, with --sync, all in the learner's thread.
 
-    An actor takes room for its unrolls before it begins them, and the learner makes room when it takes them.
-    They act by a published copy of the learner's agent.
+    They act by a published copy of the learner's agent. An actor's next unrolls begin when there is room for
+    them, and the learner makes room when it takes unrolls.
     """
 
     def __init__(self, args: Args):
-        self.args, self.threads, self.turn = args, [], 0
         tasks = args.env_ids * args.num_actors  # a fixed share of actors for each task, section 5.3
-        self.members = [Actor(env_id, args) for env_id in tasks]
-        self.unrolls = queue.SimpleQueue()  # of each group alone; or what ended an actor
+        self.args, self.members = args, [Actor(env_id, args) for env_id in tasks]
+        self.idle, self.threads = deque(self.members), ThreadPoolExecutor(len(tasks), "actor")
+        self.finished = queue.SimpleQueue()  # futures of run()
+        self.unrolls = []  # their results, of each group alone, which no batch has taken yet
         self.batch_unrolls = args.new_unrolls // (WORLD_SIZE * args.group_size)  # of groups, in a batch
+        at_once = 2 if args.sync else 2 * len(tasks)
         # So little that no actor is more than a batch ahead, where its unrolls fill whole batches.
-        self.capacity = max(2 * len(self.members), self.batch_unrolls + self.batch_unrolls % 2)
-        self.room, self.taking_room = threading.Semaphore(self.capacity), threading.Lock()
-        self.is_closing = False
-        self.waited, self.fill = 0.0, 0  # seconds that the learner waited, sum of lengths of the queue
-        self.envs = self.members[0].groups[0].envs
-        for actor in self.members:
-            for space in ("single_observation_space", "single_action_space"):
-                ours, other = getattr(self.envs, space), getattr(actor.groups[0].envs, space)
-                if ours != other:
-                    fail(f"one network cannot play {tasks[0]}, {ours}, and {actor.env_id}, {other}")
-        self.warn_of_lag()
-
-    def warn_of_lag(self):
-        """Says where unrolls must wait for a later batch than the next: they are older than they need be."""
-        if self.args.sync:  # an odd unroll is left for the next batch
-            lag, least = self.batch_unrolls % 2, 0
-        else:  # the last for which there is room waits for so many batches; a slow actor's, longer
-            lag, least = math.ceil(self.capacity / self.batch_unrolls), 1
+        self.capacity = self.room = max(at_once, self.batch_unrolls + self.batch_unrolls % 2)
+        least = 0 if args.sync else 1  # versions that unrolls are behind the learner
+        lag = least + math.ceil(self.capacity / self.batch_unrolls) - 1  # of the last for which there is room
         if lag > least and RANK == 0:
             expected = f"expect unrolls about {lag} versions behind the learner instead of {least}"
-            remedy = f"let a batch's new unrolls be a multiple of the {self.args.num_envs} environments"
+            remedy = f"let a batch's new unrolls be a multiple of the {args.num_envs} environments"
             print(f"{SCRIPT}.py: warning: {expected}: {remedy}", file=sys.stderr)
+        self.envs = self.members[0].groups[0].envs
+        for actor in self.members:
+            both = self.envs, actor.groups[0].envs
+            ours, other = ((envs.single_observation_space, envs.single_action_space) for envs in both)
+            if ours != other:
+                fail(f"one network cannot play {tasks[0]}, {ours}, and {actor.env_id}, {other}")
 
     def start(self, agent: Agent, version: int, seed: int):
         """Begin new episodes, and act."""
-        self.before = self.totals()
         for k, actor in enumerate(self.members):
             actor.reset(agent, seed + 2 * k * self.args.group_size)
         self.publish(agent, version)  # last: it waits until a GPU has written the first states too
-        for actor in self.members if not self.args.sync else ():
-            name = f"actor of {actor.env_id}"
-            self.threads.append(threading.Thread(target=self.run, args=(actor,), name=name, daemon=True))
-            self.threads[-1].start()
+        self.sums, self.since = Counter(), time.monotonic()  # of what rates() tells
+        self.fill_room()
 
     def publish(self, agent: Agent, version: int):
         """Offer a copy of the learner's agent to the actors, who take it as an unroll begins (section 3)."""
@@ -679,69 +618,58 @@ class Actors:
             torch.cuda.current_stream().synchronize()  # the copy is complete before an actor can see it
         self.published = copy, version
 
-    def run(self, actor: Actor):
-        """The thread of an actor."""
+    def fill_room(self):
+        """Let actors make as many unrolls as there is room for."""
+        while self.room >= 2 and not self.args.sync:
+            self.room -= 2
+            self.threads.submit(self.run).add_done_callback(self.finished.put)
+
+    def run(self) -> tuple[list[Unrolls], float]:
+        """Unrolls of an idle actor, and their seconds; in a thread, or with --sync in the learner's."""
+        actor = self.idle.popleft()
         try:
-            torch.set_num_threads(1)
-            if self.args.device == "cuda":
-                torch.cuda.set_device(LOCAL_RANK)  # a thread begins with device 0
-                torch.cuda.set_stream(torch.cuda.Stream())  # beside the learner's work, not behind it
-            while True:
-                start = time.monotonic()
-                with self.taking_room:  # two actors with half of their room each would wait for ever
-                    for _ in range(2):
-                        self.room.acquire()
-                actor.waited += time.monotonic() - start
-                if self.is_closing:
-                    return
-                agent, version = self.published
-                for unrolls in actor.unroll(agent, version):
-                    self.unrolls.put(unrolls)
-        except BaseException as error:  # whatever ends an actor ends the run, with the actor's own traceback
-            self.unrolls.put(error)
+            if not self.args.sync:
+                torch.set_num_threads(1)
+                if self.args.device == "cuda":
+                    # beside the learner's stream, and on its GPU, as a thread begins with device 0
+                    torch.cuda.set_stream(actor.stream)
+            actor.began = time.monotonic()
+            unrolls = actor.unroll(*self.published)
+            return unrolls, time.monotonic() - actor.began
+        finally:
+            actor.began = math.inf
+            self.idle.append(actor)
 
     def receive(self) -> list[Unrolls]:
         """The new unrolls of a batch. Raises what an actor raised."""
-        self.fill += self.unrolls.qsize()
-        start, batch = time.monotonic(), []
-        while len(batch) < self.batch_unrolls:
-            if self.args.sync and self.unrolls.empty():
-                actor, (agent, version) = self.members[self.turn % len(self.members)], self.published
-                for unrolls in actor.unroll(agent, version):
-                    self.unrolls.put(unrolls)
-                self.turn += 1
-            batch.append(self.unrolls.get())
-            if isinstance(batch[-1], BaseException):
-                raise batch[-1]
-        self.waited += time.monotonic() - start
-        self.room.release(len(batch))
+        start, ready = time.monotonic(), len(self.unrolls) + 2 * self.finished.qsize()
+        while len(self.unrolls) < self.batch_unrolls:
+            unrolls, seconds = self.run() if self.args.sync else self.finished.get().result()
+            self.unrolls += unrolls
+            self.sums["acted"] += seconds
+        batch, self.unrolls = self.unrolls[: self.batch_unrolls], self.unrolls[self.batch_unrolls :]
+        self.sums.update(batches=1, ready=ready, waited=time.monotonic() - start)
+        self.room += len(batch)
+        self.fill_room()
         return batch
 
-    def totals(self) -> dict[str, float]:
-        """Sums since the start: seconds, seconds of waiting, environment steps, lengths of the queue."""
-        waited = sum(actor.waited for actor in self.members) / len(self.members)
-        steps = sum(actor.steps for actor in self.members) * WORLD_SIZE
-        return dict(time=time.monotonic(), learner=self.waited, actor=waited, steps=steps, fill=self.fill)
-
-    def rates(self, iterations: int, trained: int) -> dict[str, float]:
-        """Rates since the last call, given the iterations since and the steps that they trained on."""
-        now = self.totals()
-        since = {name: now[name] - self.before[name] for name in now}
-        self.before, seconds = now, since["time"]
-        return {
-            "charts/learner_wait": since["learner"] / seconds,
-            "charts/actor_wait": min(1.0, since["actor"] / seconds),  # a wait counts when it ends
-            "charts/queue_fill": since["fill"] / (iterations * self.capacity),
-            "charts/collected_SPS": since["steps"] / seconds,
-            "charts/trained_SPS": trained / seconds,
-            "charts/sample_reuse": trained / (iterations * self.args.batch_size),
+    def rates(self, reuse: float) -> dict[str, float]:
+        """Rates since the last call, given how often each new step was trained on."""
+        seconds, steps = time.monotonic() - self.since, self.sums["batches"] * self.args.batch_size
+        rates = {
+            "charts/learner_wait": self.sums["waited"] / seconds,
+            # what an actor does counts when its unrolls are received
+            "charts/actor_wait": max(0.0, 1 - self.sums["acted"] / (seconds * len(self.members))),
+            "charts/queue_fill": self.sums["ready"] / (self.sums["batches"] * self.capacity),
+            "charts/collected_SPS": steps / seconds,
+            "charts/trained_SPS": steps / seconds * reuse,
+            "charts/sample_reuse": reuse,
         }
+        self.sums, self.since = Counter(), time.monotonic()
+        return rates
 
     def close(self):
-        self.is_closing = True
-        self.room.release(2 * len(self.members))
-        for thread in self.threads:
-            thread.join()
+        self.threads.shutdown(cancel_futures=True)
 
 
 # === Replay ==================================================================================
@@ -750,36 +678,33 @@ class Actors:
 class Replay:
     """The newest unrolls, first in, first out, drawn uniformly (section 5.2.2 and D.3)."""
 
-    def __init__(self, like: dict[str, np.ndarray], capacity: int):
-        shapes = {name: (len(x), capacity, *x.shape[2:]) for name, x in like.items()}
-        self.fields = {name: np.zeros(shape, like[name].dtype) for name, shape in shapes.items()}
-        self.capacity, self.added = capacity, 0
+    def __init__(self, capacity: int):
+        self.unrolls, self.added = [None] * capacity, 0
 
     def add(self, unrolls: dict[str, np.ndarray]):
-        """Unrolls (T + 1, B, ...), in place of the oldest."""
-        at = np.arange(self.added, self.added + unrolls["obs"].shape[1]) % self.capacity
-        for name, x in unrolls.items():
-            self.fields[name][:, at] = x
-        self.added += len(at)
+        """Unrolls (T + 1, B, ...), each in place of the oldest."""
+        for n in range(unrolls["obs"].shape[1]):
+            one = {name: x[:, n : n + 1] for name, x in unrolls.items()}
+            self.unrolls[self.added % len(self.unrolls)] = one
+            self.added += 1
 
     def sample(self, size: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        at = rng.integers(min(self.added, self.capacity), size=size)
-        return {name: x[:, at] for name, x in self.fields.items()}
+        at = rng.integers(min(self.added, len(self.unrolls)), size=size)
+        return side_by_side([self.unrolls[k] for k in at])
 
 
-def beyond_time_limits(agent: Agent, batch: dict[str, Tensor], cuts: np.ndarray, gamma: float) -> Tensor:
+def beyond_time_limits(agent: Agent, batch: dict[str, Tensor], final_obs: np.ndarray, gamma: float) -> Tensor:
     """What is added to the rewards (T + 1, B) of rows that a time limit ended: gamma times the agent's value.
 
-    The final observation takes the place of the next episode's first in a copy of its unroll, so that an LSTM
-    reads what came before. cuts: (1, B), of Unrolls.
+    final_obs (T + 1, B) has the last observations of their episodes, and None elsewhere. Each takes the place
+    of the next episode's first one in a copy of its unroll, so that an LSTM reads what came before.
     """
     bootstraps = torch.zeros_like(batch["last_rewards"])
-    found = [(t, n, obs) for n, some in enumerate(cuts[0]) for t, obs in some]
+    found = [(t, n) for n, t in np.ndindex(final_obs.T.shape) if final_obs[t, n] is not None]
     if found:
-        at, columns = [t for t, _, _ in found], [n for _, n, _ in found]
+        at, columns, k = [t for t, _ in found], [n for _, n in found], list(range(len(found)))
         rows = {name: batch[name][:, columns] for name in ("obs", "starts", "last_actions", "last_rewards")}
-        final_obs, k = np.stack([obs for _, _, obs in found]), list(range(len(found)))
-        rows["obs"][at, k] = torch.as_tensor(final_obs, device=bootstraps.device)
+        rows["obs"][at, k] = torch.as_tensor(np.stack(final_obs[at, columns]), device=bootstraps.device)
         rows["starts"][at, k] = False
         _, values, _ = agent(rows, batch["state"][:, columns])
         bootstraps[at, columns] = gamma * values[at, k]
@@ -797,6 +722,8 @@ def side_by_side(unrolls: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
     # differs from ppo.py: learn() has the loop; here the actors begin and end
     """Trains; returns the run folder. With a signal's number in stop, saves and exits after an iteration."""
+    # Unless this timer is set anew in time, the process shows where it hangs, and ends.
+    faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
@@ -810,6 +737,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         return learn(args, actors, stop)
     finally:
         actors.close()
+        faulthandler.cancel_dump_traceback_later()  # not earlier, as an actor may hang
 
 
 @torch.no_grad()  # except in update()
@@ -828,29 +756,28 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
     run_dir = Path(args.resume or f"runs/{run_name}")
     parts = dict(agent=agent, optimizer=optimizer)  # a checkpoint holds the state of each
     saved, last_returns = 0, {env_id: [] for env_id in args.env_ids}
+    if RANK == 0:
+        run_lock = lock(run_dir)  # noqa: F841  train() holds it until it returns
     if args.resume:
-        run_lock = lock(run_dir) if RANK == 0 else None  # before the checkpoint is read
         checkpoint = load_checkpoint(args.resume, parts, ("iteration", "last_returns"))
         saved, last_returns = checkpoint["iteration"], checkpoint["last_returns"]
         if over_processes("MAX", saved) != saved:
             fail(f"{args.resume}: the processes of torchrun read different checkpoints")
     first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
     if RANK == 0:
-        run_lock, writer, bar = start_logging(args, run_dir, first_step)
-        print(run_dir)
+        writer, bar = start_logging(args, run_dir, first_step)
 
     @torch.enable_grad()
     def update(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         # differs from ppo.py: V-trace, and sums instead of means
         loss, info = impala_loss(agent, batch, args)
         loss.backward()
-        with torch.no_grad():
-            if WORLD_SIZE > 1 and args.sync_every == 1:  # several learners, section 3: gradients are summed
-                torch.distributed.all_reduce(flat.grad)
-            norm = flat.grad.norm()
-            flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
-            optimizer.step(flat, lr)
-            flat.grad.zero_()
+        if WORLD_SIZE > 1 and args.sync_every == 1:  # several learners, section 3: gradients are summed
+            torch.distributed.all_reduce(flat.grad)
+        norm = flat.grad.norm()
+        flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
+        optimizer.step(flat, lr)
+        flat.grad.zero_()
         return info
 
     if args.compile:
@@ -858,14 +785,19 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
 
     # a resumed run begins new episodes
     actors.start(agent, first_iteration, args.seed + first_step + RANK * args.num_envs // WORLD_SIZE)
-    replay, num_replayed = None, (args.batch_unrolls - args.new_unrolls) // WORLD_SIZE
-    logged, lags, status = first_iteration, [], ""  # iterations up to the last log, and since then
+    replay, num_replayed = Replay(args.replay_unrolls), (args.batch_unrolls - args.new_unrolls) // WORLD_SIZE
     for iteration in range(first_iteration, args.num_iterations):
+        # No more time for an actor that hangs: the process ends and shows where, though other actors go on.
+        if time.monotonic() - min(actor.began for actor in actors.members) < args.stall_seconds:
+            faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
         # Each iteration has a seed of its own, so no random state is saved. Python salts no hash of integers.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         frac = 1 - iteration / args.num_iterations
+        # differs from ppo.py: no detail of IMPALA's
         lr.fill_(args.learning_rate * (frac if args.anneal_lr else 1))
         step, episodes = (iteration + 1) * args.batch_size, []
+        if iteration == first_iteration or iteration % args.log_every == 0:
+            lags = []  # since the last log
 
         # 1. unrolls, new and replayed
         received = actors.receive()
@@ -878,13 +810,12 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
         episodes.sort(key=lambda episode: episode[0])
         batch = side_by_side([unrolls.data for unrolls in received])
         if num_replayed:
-            replay = replay or Replay(batch, args.replay_unrolls)
             replay.add(batch)
             rng = np.random.default_rng((args.seed, iteration, RANK))
             batch = side_by_side([batch, replay.sample(num_replayed, rng)])
-        cuts = batch.pop("cuts")
+        final_obs = batch.pop("final_obs")
         batch = {name: torch.as_tensor(x, device=args.device) for name, x in batch.items()}
-        batch["bootstraps"] = beyond_time_limits(agent, batch, cuts, args.gamma)  # by the newest values
+        batch["bootstraps"] = beyond_time_limits(agent, batch, final_obs, args.gamma)  # by the newest values
 
         # 2. update
         info = update(batch)
@@ -906,18 +837,14 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
             if ends or (iteration + 1) % args.log_every == 0:
                 scalars["charts/learning_rate"] = lr.item()
                 scalars["charts/SPS"] = (step - first_step) / (time.time() - start)
-                trained = (iteration + 1 - logged) * args.batch_unrolls * args.num_steps
-                scalars |= actors.rates(iteration + 1 - logged, trained)
+                scalars |= actors.rates(args.batch_unrolls / args.new_unrolls)
                 scalars |= {"charts/policy_lag": np.mean(lags), "charts/policy_lag_max": max(lags)}
-                if len(args.env_ids) > 1:
-                    means = {env_id: np.mean(x) for env_id, x in last_returns.items() if x}
-                    scalars |= {f"tasks/{env_id}": mean for env_id, mean in means.items()}
-                log(writer, step, scalars)
-                status = f"lag {np.mean(lags):.1f}, learner waits {scalars['charts/learner_wait']:.0%}, "
+                means = {f"tasks/{env_id}": np.mean(x) for env_id, x in last_returns.items() if x}
+                log(writer, step, scalars | (means if len(args.env_ids) > 1 else {}))
+                status = f"return {np.mean(list(means.values()) or 0):.1f}, lag {np.mean(lags):.1f}, "
+                status += f"learner waits {scalars['charts/learner_wait']:.0%}, "
                 status += f"actor waits {scalars['charts/actor_wait']:.0%}"
-                logged, lags = iteration + 1, []
-            mean = np.mean([np.mean(x) for x in last_returns.values() if x] or 0)
-            bar.set_postfix_str(f"return {mean:.1f}, {status}", refresh=False)
+                bar.set_postfix_str(status, refresh=False)
             bar.update(step - bar.n)
             if ends or (iteration + 1) % args.save_every == 0:
                 saved = iteration + 1
@@ -925,10 +852,6 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
                 save_checkpoint(run_dir, args, parts, iteration=saved, last_returns=last_returns)
         if signum:
             sys.exit(128 + signum)
-    if RANK == 0:
-        bar.close()
-        writer.close()
-        run_lock.release(force=True)
     return run_dir
 
 
@@ -972,34 +895,6 @@ def average_with_neighbor(flat: Tensor):
     flat.lerp_(received, 0.5)
 
 
-class StallLimit:
-    """Ends the process, and shows where it hangs, if a block within it lasts too long, suspended or not.
-
-    So does a suspension of the process, anywhere, of three times as long.
-    """
-
-    def __init__(self, env_id: str, seconds: int):
-        self.seconds, self.began = seconds, np.inf
-        self.message = f"{SCRIPT}.py: error: {env_id}: a step or reset takes longer than {seconds} s"
-        threading.Thread(target=self.look, daemon=True).start()
-
-    def __enter__(self):
-        self.began = time.monotonic()
-
-    def __exit__(self, *_):
-        self.began = np.inf
-
-    def look(self):
-        while time.monotonic() - self.began < self.seconds:
-            # If C code keeps Python's lock, this thread cannot look. Then faulthandler's timer, which needs
-            # no lock and is set anew each second, ends the process.
-            faulthandler.dump_traceback_later(3 * self.seconds, exit=True, file=2)
-            time.sleep(1)
-        faulthandler.dump_traceback(file=2)
-        print(self.message, file=sys.stderr)
-        os._exit(1)
-
-
 # === Evaluation ==============================================================================
 
 
@@ -1033,55 +928,44 @@ def evaluate(args: Args) -> list[float]:
 # === Logs and checkpoints ====================================================================
 
 
-def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[FileLock, SummaryWriter, tqdm]:
-    """The lock of the run folder, TensorBoard's writer and a progress bar; Weights & Biases with --track."""
+def lock(run_dir: Path) -> FileLock:
+    """Refuses a run folder in which another process trains. The lock ends with train() or its process."""
+    run_lock = FileLock(run_dir / "lock", is_singleton=True)  # a notebook may resume after an exception
     try:
-        if args.track:  # first: a new run gets no folder if W&B fails
-            start_tracking(args, run_dir)
-        writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
-        run_lock = lock(run_dir)
+        run_lock.acquire(blocking=False)
     except OSError as error:
-        fail(f"{run_dir}: {error}")
+        fail(f"{run_dir} cannot be locked, another process may train there: {error}")
+    return run_lock
+
+
+def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[SummaryWriter, tqdm]:
+    """TensorBoard's writer and a progress bar. With --track, Weights & Biases gets what TensorBoard gets."""
+    if args.track:
+        import wandb
+
+        config = asdict(args) | dict(exp_name=SCRIPT)  # CleanRL's reports group runs by exp_name
+        try:
+            wandb.init(
+                project=args.wandb_project_name, entity=args.wandb_entity, config=config,
+                id=run_dir.name, name=run_dir.name, resume="allow", sync_tensorboard=True,
+                group=f"{args.env_id}__{SCRIPT}", tags=[SCRIPT, args.env_id[:64]],
+                settings=dict(init_timeout=10, reinit="finish_previous"),  # seconds; a run for each train()
+            )  # fmt: skip
+        except wandb.Error as error:
+            fail(f"--track: {error}")
+    writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
     atexit.register(writer.close)  # writes the last logs after an exception, too
     writer.add_text("args", "\n".join(f"    {name}: {x}" for name, x in asdict(args).items()))
     style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
     total = args.num_iterations * args.batch_size
-    return run_lock, writer, tqdm(total=total, initial=first_step, unit="step", unit_scale=True, **style)
-
-
-def lock(run_dir: Path) -> FileLock:
-    """Refuses a run folder in which another process trains. The lock ends with the process that holds it."""
-    run_lock = FileLock(run_dir / "lock", is_singleton=True)
-    try:
-        run_lock.acquire(timeout=0)
-    except Timeout:
-        fail(f"another process trains in {run_dir}")
-    except OSError as error:
-        fail(f"{run_dir}: {error}")
-    return run_lock
-
-
-def start_tracking(args: Args, run_dir: Path):
-    """Sends what TensorBoard is given to Weights & Biases; a resumed run goes on as the same run there."""
-    try:
-        import wandb
-    except ImportError as error:
-        fail(f"--track: {error}; pip install wandb")
-    config = asdict(args) | dict(exp_name=SCRIPT)  # CleanRL's reports group runs by exp_name
-    try:
-        wandb.init(
-            project=args.wandb_project_name, entity=args.wandb_entity, id=run_dir.name, name=run_dir.name,
-            group=f"{args.env_id}__{SCRIPT}", tags=[SCRIPT, args.env_id[:64]], config=config, resume="allow",
-            sync_tensorboard=True, settings=dict(init_timeout=10),  # seconds; W&B's own limit is 90
-        )  # fmt: skip
-    except wandb.Error as error:
-        fail(f"--track: {error}")
+    print(run_dir)
+    return writer, tqdm(total=total, initial=first_step, unit="step", unit_scale=True, **style)
 
 
 def log(writer: SummaryWriter, step: int, scalars: dict[str, float]):
-    """Writes scalars in one event, in a fifth of add_scalar's time, without NaN and infinity."""
-    finite = [Summary.Value(tag=name, simple_value=x) for name, x in scalars.items() if np.isfinite(x)]
-    writer.file_writer.add_summary(Summary(value=finite), step)
+    for name, x in scalars.items():
+        if np.isfinite(x):
+            writer.add_scalar(name, x, step)
 
 
 def save_checkpoint(run_dir: Path, args: Args, parts: dict, **numbers):
@@ -1112,24 +996,38 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[s
 # === Main ====================================================================================
 
 
-def stop_at_signals() -> list[int]:
-    """A list to which SIGINT and SIGTERM are appended. If one comes again, it ends the process at once."""
-    stop = []
+def parse_args() -> Args:
+    # differs from ppo.py: what a batch has is a flag of its own
+    """The command line. A run that is resumed or evaluated brings its own arguments as defaults."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume", "--evaluate", dest="run_dir")
+    run_dir = parser.parse_known_args()[0].run_dir
+    saved = tyro.MISSING_NONPROP if run_dir is None else load_checkpoint(run_dir)["args"]
+    args = tyro.cli(Args, default=saved)
+    for name in ("env_id", "seed", "num_envs", "num_steps", "batch_unrolls", "replay_fraction"):
+        if args.resume and getattr(args, name) != getattr(saved, name):
+            fail(f"--resume cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
+    if args.device == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
+        fail(f"--device cuda: PyTorch finds {torch.cuda.device_count() or 'no'} GPU; each process needs one")
+    wandb = find_spec("wandb")  # it finds the folder wandb, in which W&B keeps its runs, too
+    if args.track and not args.evaluate and (wandb is None or wandb.origin is None):
+        fail("--track: pip install wandb")
+    return args
 
-    def append(signum: int, _):
+
+if __name__ == "__main__":
+    args, stop = parse_args(), []
+
+    def finish(signum: int, _):
+        """The first signal ends the run after its iteration, the same one again at once."""
         print("stopping after this iteration", file=sys.stderr)
         stop.append(signum)
         signal.signal(signum, signal.SIG_DFL)
 
-    signal.signal(signal.SIGINT, append)
-    signal.signal(signal.SIGTERM, append)
-    return stop
-
-
-if __name__ == "__main__":
-    args = parse_args()
     if args.evaluate:
         returns = evaluate(args)
         print(f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes")
     else:
-        train(args, stop_at_signals())
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, finish)
+        train(args, stop)

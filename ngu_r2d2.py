@@ -28,11 +28,12 @@ import faulthandler
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
+from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Literal, NoReturn
@@ -40,13 +41,13 @@ from zipfile import BadZipFile, ZipFile
 
 import ale_py
 import gymnasium as gym
+import minigrid
 import numpy as np
 import torch
 import torch.nn as nn
 import tyro
 from ale_py.vector_env import AtariVectorEnv
-from filelock import FileLock, Timeout
-from tensorboard.compat.proto.summary_pb2 import Summary
+from filelock import FileLock
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -70,7 +71,7 @@ class Args:
     num_envs: int = 16  # parallel environments, divided among torchrun's processes
     num_steps: int = 4  # steps per environment and rollout (T)
     epsilon: float = 0.4  # share of random actions of the first environment; the last has its 8th power
-    stall_seconds: int = 20  # a step or reset that takes longer ends the run
+    stall_seconds: int = 600  # an iteration that takes longer, or is suspended for longer, ends the run
     eval_epsilon: float = 0.01  # share of random actions in --evaluate, and of Retrace's target policy
     bootstrap_truncated: bool = True  # at a time limit, add gamma * value to the reward
 
@@ -143,6 +144,11 @@ class Args:
     def length(self) -> int:
         return self.burn_in + self.unroll
 
+    @property
+    def usual_novelty(self) -> float:
+        """Episodic reward where all neighbors are at the mean distance."""
+        return episodic_reward(np.ones((1, self.neighbors)), 1.0, self.kernel_eps).item()
+
     def __post_init__(self):
         # differs from ppo.py: sequences and their replay
         """Checks the values. tyro reports a ValueError as it reports a wrong flag."""
@@ -154,7 +160,6 @@ class Args:
         shares = ("epsilon", "eval_epsilon", "cross_mixture", "priority_eta", "retrace_lambda")
         processes = f"the {WORLD_SIZE} processes of torchrun must divide"
         is_enough = self.replay_steps // self.num_envs >= 2 * (self.length + 1)
-        usual = episodic_reward(np.ones((1, self.neighbors)), 1.0, self.kernel_eps)
         rules = {
             "give --resume or --evaluate, not both": not (self.resume and self.evaluate),
             "--capture-video records the episodes of --evaluate": self.evaluate or not self.capture_video,
@@ -168,78 +173,87 @@ class Args:
             f"{processes} batch_sequences": self.batch_sequences % WORLD_SIZE == 0,
             "period must be at most unroll, or steps between sequences are lost": self.period <= self.unroll,
             "kernel_eps must be above 0": self.kernel_eps > 0,
-            "kernel_eps is so large that nothing is novel": usual.item() > 0,
+            "kernel_eps is so large that nothing is novel": self.usual_novelty > 0,
             "learning_starts must be at most replay_steps": self.learning_starts <= self.replay_steps,
             "replay_steps must hold two sequences of each environment": is_enough,
         }
-        for rule, is_kept in rules.items():
-            if not is_kept:
-                raise ValueError(rule)
+        if broken := [rule for rule, is_kept in rules.items() if not is_kept]:
+            raise ValueError(broken[0])
 
 
-def fail(message: object) -> NoReturn:
+def fail(message: str) -> NoReturn:
     """Reports a mistake of the user, not a bug, in one line on stderr; exit code 2."""
-    print(f"{SCRIPT}.py: error: {' '.join(str(message).split())}", file=sys.stderr)
+    print(f"{SCRIPT}.py: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
 
-def parse_args() -> Args:
-    # differs from ppo.py: more flags decide about the sizes of what a checkpoint holds
-    """The command line. A run that is resumed or evaluated brings its own arguments as defaults."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--resume")
-    parser.add_argument("--evaluate")
-    run, _ = parser.parse_known_args()
-    if run.resume is None and run.evaluate is None:
-        args = tyro.cli(Args)
-    else:
-        saved = load_checkpoint(run.resume if run.evaluate is None else run.evaluate)["args"]
-        args = tyro.cli(Args, default=saved)
-        flag, fixed = "--evaluate", ["num_policies", "hidden_size"]
-        if args.resume:
-            flag, fixed = "--resume", ["env_id", "seed", "num_envs", "num_steps", *fixed]
-            fixed += ["rnd", "train_embedding"]
-        if args.resume and args.save_replay and saved.save_replay:
-            fixed += ["burn_in", "unroll", "period", "replay_steps"]
-        for name in fixed:
-            if getattr(args, name) != getattr(saved, name):
-                fail(f"{flag} cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
-    if args.device == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
-        fail(f"--device cuda: PyTorch finds {torch.cuda.device_count() or 'no'} GPU; each process needs one")
-    return args
-
-
 # === Environment =============================================================================
+
+
+class AtariGames(AtariVectorEnv):
+    """Atari games in C++, of one frame and all actions, whose episodes are logged like others and filmed."""
+
+    def __init__(self, spec: dict, num_envs: int, video_dir: Path | None):
+        kept = ("game", "repeat_action_probability", "max_num_frames_per_episode")
+        kwargs = {name: spec[name] for name in kept} | dict(num_envs=num_envs, stack_num=1)
+        kwargs |= dict(reward_clipping=False, full_action_space=True, noop_max=31)  # it draws 0 to 30 no-ops
+        kwargs |= dict(autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+        super().__init__(**kwargs)
+        self.video_dir, self.video = video_dir, []
+        if video_dir:  # a twin in colour, played with the same seeds and actions
+            self.camera = AtariVectorEnv(**kwargs, img_height=210, img_width=160, grayscale=False)
+
+    def reset(self, *, seed: int) -> tuple[np.ndarray, dict]:
+        if self.video_dir:
+            self.camera.reset(seed=seed)
+        self.returns, self.began = np.zeros(self.num_envs), np.zeros(self.num_envs, int)
+        return super().reset(seed=seed)
+
+    def step(self, actions: np.ndarray) -> tuple:
+        obs, rewards, terminated, truncated, info = super().step(actions)
+        over = terminated | truncated
+        if self.video_dir:
+            frames, *_ = self.camera.step(actions)
+            self.video.append(frames[0, 0])
+            if over[0]:
+                self.save_video()
+        self.returns += rewards
+        began = info["frame_number"] - info["episode_frame_number"]  # a game lasts until the next one begins
+        if over.any():  # CleanRL's length is in frames, and counts the no-ops at the start
+            episode = dict(r=self.returns.copy(), l=began - self.began)
+            info["final_info"] = dict(episode=episode, _episode=over)
+        self.returns[over], self.began = 0, began
+        return obs, rewards, terminated, truncated, info
+
+    def save_video(self):
+        from moviepy import ImageSequenceClip
+
+        self.video_dir.mkdir(exist_ok=True)
+        path = self.video_dir / f"{len(list(self.video_dir.iterdir()))}.mp4"
+        ImageSequenceClip(self.video, fps=15).write_videofile(path, logger=None)  # every 4th of 60 a second
+        self.video = []
 
 
 def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.vector.VectorEnv:
     # differs from ppo.py: Atari games in C++, of one frame and all actions; images channels first
     """Vectorized environments, each reset within the step that ends its episode."""
     gym.register_envs(ale_py)
-    same_step = dict(autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+    gym.register_envs(minigrid)
     spec = gym.registry.get(args.env_id)
     if spec and spec.entry_point == "ale_py.env:AtariEnv":
         if spec.kwargs["frameskip"] not in (1, 4):
             fail(f"{args.env_id} skips a random number of frames: take a NoFrameskip-v4 or an ALE/...-v5 id")
-        kept = ("game", "repeat_action_probability", "max_num_frames_per_episode")
-        kwargs = {name: spec.kwargs[name] for name in kept} | same_step
-        kwargs |= dict(reward_clipping=False, noop_max=31, stack_num=1, full_action_space=True)
-        envs = AtariVectorEnv(num_envs=num_envs, **kwargs)
-        if video_dir:  # a twin in colour, played with the same seeds and actions
-            camera = dict(img_height=210, img_width=160, grayscale=False)
-            envs.camera = AtariVectorEnv(num_envs=num_envs, **kwargs, **camera)
-        return envs
-    module = "minigrid:" if args.env_id.startswith("MiniGrid-") else ""  # which registers them
+        return AtariGames(spec.kwargs, num_envs, video_dir)
 
     def make() -> gym.Env:
-        options = dict(render_mode="rgb_array") if video_dir else {}
-        env = gym.make(module + args.env_id, **options)
+        env = gym.make(args.env_id, **(dict(render_mode="rgb_array") if video_dir else {}))
         if video_dir:
             env = gym.wrappers.RecordVideo(env, str(video_dir), lambda n: n < args.eval_episodes)
         return as_array(gym.wrappers.RecordEpisodeStatistics(env))
 
+    same_step = gym.vector.AutoresetMode.SAME_STEP
     try:
-        envs = gym.vector.SyncVectorEnv([make] * num_envs, **same_step)
+        envs = gym.vector.SyncVectorEnv([make] * num_envs, autoreset_mode=same_step)
     except (gym.error.Error, ImportError) as error:
         fail(f"--env-id {args.env_id}: {error}")
     if envs.envs[0].spec.entry_point == "ale_py.env:AtariEnv":  # without its frames, lives and no-ops
@@ -249,26 +263,29 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
         fail(f"{args.env_id} acts in {action_space}: try ppo_continuous.py, or Discrete actions from 0")
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
         fail(f"{args.env_id} observes {obs_space}: this script takes vectors and images")
+    is_grid = kind_of(obs_space.shape) == "grid" and obs_space.dtype == np.uint8
+    if is_grid and not video_dir and envs.reset()[0].max() > 10:
+        fail(f"{args.env_id}: of images below 36 x 36, this script takes grids of numbers below 11")
     return envs
 
 
 def as_array(env: gym.Env) -> gym.Env:
     # differs from impala_vtrace.py: small images stay images
     """Observations as images (channels, height, width) or vectors; of a dictionary, its image (MiniGrid)."""
+    if isinstance(env.observation_space, gym.spaces.Dict) and "image" in env.observation_space.spaces:
+        image = env.observation_space["image"]
+        env = gym.wrappers.TransformObservation(env, lambda obs: obs["image"], image)
     space = env.observation_space
-    if isinstance(space, gym.spaces.Dict) and "image" in space.spaces:
-        env = gym.wrappers.TransformObservation(env, lambda obs: obs["image"], space["image"])
-        space = env.observation_space
-    if isinstance(space, gym.spaces.Box) and len(space.shape) == 3:
-        low, high = (x.transpose(2, 0, 1) for x in (space.low, space.high))
-        channels_first = gym.spaces.Box(low, high, dtype=space.dtype.type)
+    if not isinstance(space, gym.spaces.Box) or len(space.shape) not in (1, 3):
+        return env
+
+    def channels_first(x: np.ndarray) -> np.ndarray:
         # a copy, as Gymnasium keeps final observations as they are, and an environment may reuse its array
-        return gym.wrappers.TransformObservation(
-            env, lambda obs: obs.transpose(2, 0, 1).copy(), channels_first
-        )
-    if isinstance(space, gym.spaces.Box):
-        env = gym.wrappers.TransformObservation(env, np.array, space)  # a copy here, too
-    return env
+        return np.moveaxis(x, -1, 0).copy()
+
+    low, high = channels_first(space.low), channels_first(space.high)
+    space = gym.spaces.Box(low, high, dtype=space.dtype.type)
+    return gym.wrappers.TransformObservation(env, channels_first, space)
 
 
 def ended_episodes(info: dict) -> list[dict[str, float]]:
@@ -286,91 +303,21 @@ def ended_episodes(info: dict) -> list[dict[str, float]]:
     return episodes
 
 
-class Envs:
-    """Environments and the policies that play their episodes.
-
-    row: what is to be seen now, arrays (N, ...): obs, last_actions, r_ext (raw) and r_int, zeros where an
-    episode begins; starts, true there; policies, the index of the one that plays, drawn for each episode.
-    """
-
-    def __init__(self, args: Args, num_envs: int, num_policies: int, seed: int, video_dir=None):
-        self.envs, self.num_policies = make_env(args, num_envs, video_dir), num_policies
-        self.is_atari = isinstance(self.envs, AtariVectorEnv)
-        self.video_dir, self.video = video_dir if self.is_atari else None, []
-        self.stall_limit = StallLimit(args.env_id, args.stall_seconds)
-        with self.stall_limit:
-            obs, _ = self.envs.reset(seed=seed)
-        if kind_of(self.envs) == "grid" and obs.dtype == np.uint8 and obs.max() > 10:
-            fail(f"{args.env_id}: of images below 36 x 36, this script takes grids of numbers below 11")
-        if self.video_dir:
-            self.envs.camera.reset(seed=seed)
-        self.returns, self.began = np.zeros(num_envs), np.zeros(num_envs, int)  # of Atari games
-        zeros, rng = np.zeros(num_envs, np.float32), np.random.default_rng(seed)
-        self.row = dict(obs=obs, last_actions=zeros.astype(np.int64), r_ext=zeros, r_int=zeros)
-        self.row["starts"] = np.ones(num_envs, bool)
-        self.row["policies"] = rng.integers(num_policies, size=num_envs)
-
-    def step(self, actions: np.ndarray, rng: np.random.Generator) -> tuple:
-        """Arrival row, terminated, truncated, and (policy, what to log) of episodes that ended.
-
-        The arrival row has the last observation of an episode that ended, self.row the first of the next one.
-        """
-        obs, r_ext, terminated, truncated, info = self.envs.step(actions)
-        over, policies = terminated | truncated, self.row["policies"]
-        if self.video_dir:
-            frames, *_ = self.envs.camera.step(actions)
-            self.video.append(frames[0, 0])
-        episodes = self.ended_games(over, r_ext, info) if self.is_atari else ended_episodes(info)
-        ended = list(zip(policies[over].tolist(), episodes, strict=True))
-        arrival = dict(obs=obs, last_actions=actions, r_ext=r_ext.astype(np.float32), policies=policies)
-        arrival |= dict(r_int=np.zeros_like(arrival["r_ext"]), starts=np.zeros_like(over))
-        self.row = dict(arrival)
-        if over.any():
-            for name in ("last_actions", "r_ext"):
-                self.row[name] = np.where(over, 0, arrival[name])
-            drawn = rng.integers(self.num_policies, size=len(over))
-            self.row |= dict(policies=np.where(over, drawn, policies), starts=over)
-            arrival["obs"] = obs.copy()
-            arrival["obs"][over] = np.stack(list(info["final_obs"][over]))
-        return arrival, terminated, truncated, ended
-
-    def ended_games(self, over: np.ndarray, rewards: np.ndarray, info: dict) -> list[dict[str, float]]:
-        """What to log of Atari games: CleanRL's length is in frames, and counts the no-ops at the start."""
-        self.returns += rewards
-        began = info["frame_number"] - info["episode_frame_number"]  # a game lasts until the next one begins
-        lengths, self.began = began - self.began, began
-        names, episodes = ("charts/episodic_return", "charts/episodic_length"), []
-        for n in over.nonzero()[0]:
-            episodes.append(dict(zip(names, (float(self.returns[n]), float(lengths[n])), strict=True)))
-        self.returns[over] = 0
-        if self.video_dir and over[0]:
-            self.save_video()
-        return episodes
-
-    def save_video(self):
-        from moviepy import ImageSequenceClip
-
-        self.video_dir.mkdir(exist_ok=True)
-        path = self.video_dir / f"{len(list(self.video_dir.iterdir()))}.mp4"
-        ImageSequenceClip(self.video, fps=15).write_videofile(path, logger=None)  # every 4th of 60 a second
-        self.video = []
-
-
 # === Agent ===================================================================================
 
 
-def kind_of(envs: gym.vector.VectorEnv) -> Literal["pixels", "grid", "vector"]:
-    """What an observation is, which decides how it is scaled and encoded."""
-    shape = envs.single_observation_space.shape
+def kind_of(shape: tuple[int, ...]) -> Literal["pixels", "grid", "vector"]:
+    """What an observation of this shape is, which decides how it is scaled and encoded."""
     if len(shape) == 1:
         return "vector"
     return "pixels" if min(shape[1:]) >= 36 else "grid"
 
 
-def scaled(obs: Tensor, kind: str) -> Tensor:
-    """Pixels from 0 to 1; the things on a grid, numbers below 11 in MiniGrid, as one-hot channels."""
+def scaled(obs: Tensor) -> Tensor:
+    """Observations (n, ...): pixels from 0 to 1; things on a grid, numbers below 11, as one-hot channels."""
+    kind = kind_of(obs.shape[1:])
     if kind == "pixels":
-        x = obs.to(torch.float32, memory_format=torch.channels_last, copy=True)
+        x = obs.to(torch.float32, memory_format=torch.channels_last)
         return x.div_(255) if obs.dtype == torch.uint8 else x
     if kind == "vector" or obs.dtype != torch.uint8:
         return obs.float()
@@ -380,12 +327,12 @@ def scaled(obs: Tensor, kind: str) -> Tensor:
 
 def scaled_shape(envs: gym.vector.VectorEnv) -> tuple[int, ...]:
     """Shape of a scaled observation."""
-    return scaled(torch.as_tensor(envs.single_observation_space.sample())[None], kind_of(envs)).shape[1:]
+    return scaled(torch.as_tensor(envs.single_observation_space.sample())[None]).shape[1:]
 
 
-def encoder(kind: str, shape: tuple[int, ...], num_features: int) -> nn.Sequential:
+def encoder(shape: tuple[int, ...], num_features: int) -> nn.Sequential:
     """Features of scaled observations: pixels, grids such as MiniGrid's 7 x 7, or vectors."""
-    conv, relu = nn.Conv2d, nn.ReLU(inplace=True)
+    kind, conv, relu = kind_of(shape), nn.Conv2d, nn.ReLU(inplace=True)
     if kind == "vector":
         layers = [nn.Linear(shape[0], 64), relu]
     elif kind == "grid":
@@ -404,38 +351,31 @@ def encoder(kind: str, shape: tuple[int, ...], num_features: int) -> nn.Sequenti
 class Agent(nn.Module):  # differs from ppo.py: a recurrent dueling Q network of all policies
     def __init__(self, envs: gym.vector.VectorEnv, args: Args):
         super().__init__()
-        self.num_actions, self.num_policies = int(envs.single_action_space.n), args.num_policies
-        self.amp, self.hidden_size, size = args.amp, args.hidden_size, args.hidden_size
-        self.squash_reward, self.kind = args.squash_reward, kind_of(envs)
+        self.args, self.num_actions, size = args, int(envs.single_action_space.n), args.hidden_size
         # first, as cuDNN wants its weights at the beginning of what flatten() makes
         self.lstm = nn.LSTM(size + self.num_actions + 2 + args.num_policies, size)
-        self.encoder = encoder(self.kind, scaled_shape(envs), size)
+        self.encoder = encoder(scaled_shape(envs), size)
         self.value = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, 1))
         self.advantage = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, self.num_actions))
 
-    def initial_state(self, num_envs: int) -> Tensor:
-        """Hidden and cell state (2, N, hidden_size)."""
-        return self.value[0].weight.new_zeros(2, num_envs, self.hidden_size)
-
-    def features(self, obs: Tensor, where: Tensor) -> Tensor:
-        """(T, N, hidden_size) of scaled observations (n, ...) at the n places that are true, else 0."""
-        x = torch.zeros(*where.shape, self.hidden_size, device=obs.device)
-        with torch.autocast(obs.device.type, torch.bfloat16, self.amp):
-            x[where] = self.encoder(obs).float()
-        return x
+    def features(self, obs: Tensor) -> Tensor:
+        """(n, hidden_size) of scaled observations (n, ...)."""
+        with torch.autocast(obs.device.type, torch.bfloat16, self.args.amp):
+            return self.encoder(obs).float()
 
     def forward(self, rows: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
         """Rescaled action values (T, N, num_actions) of rows (T, N, ...), and the state after them.
 
-        rows: as Envs has them, with features() of their observations; episodes begin in the first alone.
-        state: (2, N, hidden_size), before it.
+        rows: as Actor has them, with features() of their observations; episodes begin in the first alone.
+        state: (2, N, hidden_size), hidden and cell state before it.
         """
         one_hot, r_ext = nn.functional.one_hot, rows["r_ext"]
-        if self.squash_reward:
+        if self.args.squash_reward:
             r_ext = r_ext.sign() * r_ext.abs().log1p()
         rewards = torch.stack((r_ext, rows["r_int"]), -1)
         actions = one_hot(rows["last_actions"], self.num_actions)
-        x = torch.cat((rows["features"], actions, rewards, one_hot(rows["policies"], self.num_policies)), -1)
+        policies = one_hot(rows["policies"], self.args.num_policies)
+        x = torch.cat((rows["features"], actions, rewards, policies), -1)
         state = state * ~rows["starts"][0, :, None]
         x, state = self.lstm(x, (state[:1].contiguous(), state[1:].contiguous()))
         advantage = self.advantage(x)
@@ -445,19 +385,18 @@ class Agent(nn.Module):  # differs from ppo.py: a recurrent dueling Q network of
 # === Algorithm ===============================================================================
 
 
-def policy_family(num_policies: int, beta: float, gamma_max: float, gamma_min: float) -> tuple[Tensor, ...]:
-    """Weights of the intrinsic reward and discounts, (num_policies,) each; appendix A of NGU.
+def policy_family(num_policies: int, beta: float, gamma_max: float, gamma_min: float) -> Tensor:
+    """Weights of the intrinsic reward and discounts (2, num_policies); appendix A of NGU.
 
     Choice 9: the formulas divide by N - 2 and N - 1. A single policy has beta and gamma_max, two have 0 and
     beta. The first weight is exactly 0, so that it is the policy to evaluate.
     """
-    if num_policies == 1:
-        return torch.tensor([beta], dtype=torch.float64), torch.tensor([gamma_max], dtype=torch.float64)
     i, last = torch.arange(num_policies, dtype=torch.float64), num_policies - 1
     betas = beta * torch.sigmoid(10 * (2 * i - (last - 1)) / max(last - 1, 1))
-    betas[0], betas[-1] = 0, beta
-    far, near = torch.tensor((1 - gamma_max, 1 - gamma_min), dtype=torch.float64).log()
-    return betas, 1 - (((last - i) * far + i * near) / last).exp()
+    betas[0] = 0
+    betas[-1] = beta  # even if it is the only one
+    gammas = 1 - np.geomspace(1 - gamma_max, 1 - gamma_min, num_policies)
+    return torch.stack((betas, torch.from_numpy(gammas)))
 
 
 def epsilons(num_envs: int, epsilon: float = 0.4) -> np.ndarray:
@@ -552,10 +491,8 @@ def rescaled(novelty: Tensor, mask: Tensor, how: Bonus) -> Tensor:
 def rounded(where: Tensor, multiple: int = 32) -> Tensor:
     """With more true places, to a multiple: oneDNN compiles a convolution for each new number of images."""
     missing = -int(where.sum()) % multiple
-    where = where.clone()
-    added = (~where).flatten().nonzero()[:missing]
-    where.view(-1)[added] = True
-    return where
+    added = (~where).flatten().nonzero()[:missing, 0]
+    return where.flatten().index_fill(0, added, True).view_as(where)
 
 
 def q_values(agent: Agent, target: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor, Tensor]:
@@ -563,13 +500,15 @@ def q_values(agent: Agent, target: Agent, batch: dict[str, Tensor], args: Args) 
     inputs = {name: batch[name] for name in ("last_actions", "r_ext", "r_int", "policies", "starts")}
     t = torch.arange(args.length + 1, device=batch["mask"].device)
     seen = rounded(t[:, None] <= batch["lengths"])  # padding is neither scaled nor encoded
-    obs, state, q = scaled(batch["obs"][seen], agent.kind), batch["state"], []
-    inputs["features"] = agent.features(obs, seen)
-    for part in (slice(0, args.burn_in), slice(args.burn_in, None)) if args.burn_in else (slice(None),):
+    obs, zeros = scaled(batch["obs"][seen]), torch.zeros(*seen.shape, args.hidden_size, device=seen.device)
+    inputs["features"] = zeros.index_put((seen,), agent.features(obs))
+    state, q = batch["state"], []
+    parts = (slice(0, args.burn_in), slice(args.burn_in, None)) if args.burn_in else (slice(None),)
+    for part in parts:
         values, state = agent({name: x[part] for name, x in inputs.items()}, state.detach())
         q.append(values)  # no gradient reaches back through the state into the burn-in
     with torch.no_grad():
-        inputs["features"] = target.features(obs, seen)
+        inputs["features"] = zeros.index_put((seen,), target.features(obs))
         target_q, _ = target(inputs, batch["state"])
     return torch.cat(q), target_q
 
@@ -595,10 +534,10 @@ def q_targets(
     return h(retrace_targets(rewards, discounts, ends, expected, taken, traces), args.h_eps)
 
 
-def q_loss(agent: Agent, target: Agent, batch: dict[str, Tensor], family: tuple[Tensor, Tensor], args: Args):
+def q_loss(agent: Agent, target: Agent, batch: dict[str, Tensor], family: Tensor, args: Args):
     """Loss of sequences (L + 1, B, ...) as Replay has them, priorities (B,), and the diagnostics to log."""
-    mask, policies, actions = batch["mask"], batch["policies"][0], batch["last_actions"][1:, :, None]
-    betas, gammas = (x[policies] for x in family)
+    mask, actions = batch["mask"], batch["last_actions"][1:, :, None]
+    betas, gammas = family[:, batch["policies"][0]]
     q, target_q = q_values(agent, target, batch, args)
     alpha = batch["alpha"][1:].clamp(min=1)
     r_int = rescaled(batch["r_int"][1:] / alpha, mask, args.bonus) * alpha
@@ -617,15 +556,13 @@ def q_loss(agent: Agent, target: Agent, batch: dict[str, Tensor], family: tuple[
 
 
 def mean_over_processes(x: Tensor) -> Tensor:
-    """Of torchrun."""
+    """Mean of a tensor over the processes of torchrun."""
     mean = x / WORLD_SIZE
-    if WORLD_SIZE > 1:
-        torch.distributed.all_reduce(mean)
+    torch.distributed.all_reduce(mean)
     return mean
 
 
-class RunningNorm(nn.Module):
-    # differs from ppo_continuous.py: of tensors, and forgets beyond a horizon
+class RunningMoments(nn.Module):
     """Mean and variance of what was seen, by its last `horizon` members or so, as buffers."""
 
     def __init__(self, *shape: int, horizon: float = np.inf):
@@ -645,35 +582,26 @@ class RunningNorm(nn.Module):
         self.var.copy_(m2 / total)
         self.count.copy_(total.clamp(max=self.horizon))
 
-    def merge(self):
-        """With those of torchrun's other processes, which have seen as many."""
-        mean = mean_over_processes(self.mean)
-        self.var.copy_(mean_over_processes(self.var + (self.mean - mean) ** 2))
-        self.mean.copy_(mean)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x - self.mean).div_((self.var + 1e-8).sqrt())
-
 
 class Curiosity(nn.Module):
     """The intrinsic reward: novelty within the episode times novelty for life. One memory an environment."""
 
-    def __init__(self, envs: gym.vector.VectorEnv, args: Args, num_envs: int):
+    def __init__(self, envs: gym.vector.VectorEnv, args: Args):
         super().__init__()
-        self.args, self.kind, shape = args, kind_of(envs), scaled_shape(envs)
-        num_actions = int(envs.single_action_space.n)
-        self.embedding = encoder(self.kind, shape, 32)
+        self.args, N, num_actions = args, envs.num_envs, int(envs.single_action_space.n)
+        shape = scaled_shape(envs)
+        self.embedding = encoder(shape, 32)
         self.inverse = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, num_actions))
-        self.rnd_target, self.rnd_predictor = (encoder(self.kind, shape, 128)[:-1] for _ in range(2))
+        self.rnd_target, self.rnd_predictor = (encoder(shape, 128)[:-1] for _ in range(2))
         nn.ModuleList((self.embedding, self.inverse)).requires_grad_(args.train_embedding)
         self.rnd_predictor.requires_grad_(args.rnd)
         self.rnd_target.requires_grad_(False)
-        self.whitening = RunningNorm(1, *shape).to(memory_format=torch.channels_last)  # as what it whitens
-        self.errors, self.novelties = RunningNorm(horizon=2e3 / WORLD_SIZE), RunningNorm()
-        self.memory = np.zeros((num_envs, args.memory_size, 32), np.float32)
-        self.remembered = np.zeros(num_envs, np.int64)
-        self.acting_embedding = self.copied_embedding(torch.zeros(2))
-        self.embeddings = [self.acting_embedding] * num_envs  # of the episode in each environment
+        self.whitening = RunningMoments(1, *shape)
+        self.errors, self.novelties = RunningMoments(horizon=2e3 / WORLD_SIZE), RunningMoments()
+        self.memory, self.remembered = np.zeros((N, args.memory_size, 32), np.float32), np.zeros(N, np.int64)
+        self.acting_embedding = deepcopy(self.embedding).requires_grad_(False)
+        self.acting_embedding.register_buffer("distances", torch.zeros(2))  # their sum and number
+        self.embeddings = [self.acting_embedding] * N  # of the episode in each environment
 
     def refresh(self):
         """Embed episodes that begin from now on by the embedding as it is now.
@@ -683,38 +611,34 @@ class Curiosity(nn.Module):
         total, count = self.acting_embedding.distances
         mean = total / count.clamp(min=1e-6)
         # It begins with the mean distance so far, which the first distances of its own outweigh.
-        self.acting_embedding = self.copied_embedding(1e-6 * torch.stack((mean, torch.ones_like(mean))))
-
-    def copied_embedding(self, distances: Tensor) -> nn.Module:
-        """The embedding as it is now, with the sum and the number of the distances to begin with (2,)."""
-        copy = deepcopy(self.embedding).requires_grad_(False)
-        copy.register_buffer("distances", distances)
-        return copy
+        distances = 1e-6 * torch.stack((mean, torch.ones_like(mean)))
+        self.acting_embedding = deepcopy(self.embedding).requires_grad_(False)
+        self.acting_embedding.register_buffer("distances", distances)
 
     def merge(self):
-        """Statistics with those of torchrun's other processes."""
-        for norm in (self.whitening, self.errors, self.novelties):
-            norm.merge()
+        """Statistics with those of torchrun's other processes, which have seen as many steps."""
+        for moments in (self.whitening, self.errors, self.novelties):
+            mean = mean_over_processes(moments.mean)
+            moments.var.copy_(mean_over_processes(moments.var + (moments.mean - mean) ** 2))
+            moments.mean.copy_(mean)
         distances = self.acting_embedding.distances
         distances.copy_(mean_over_processes(distances))
 
-    def begin(self, obs: Tensor, starts: np.ndarray):
+    def begin(self, obs: np.ndarray, starts: np.ndarray):
         """Where an episode begins: forget all but its first observation, and take the newest embedding."""
         self.remembered[starts] = 0
         for n in starts.nonzero()[0]:
             self.embeddings[n] = self.acting_embedding
-        if starts.any():
-            self.remember(self.embed(scaled(obs, self.kind)), starts)
+        self.remember(self.embed(scaled(torch.as_tensor(obs, device=self.args.device))), starts)
 
-    def users(self, embedding: nn.Module) -> list[int]:
-        """The environments whose episodes began with an embedding."""
-        return [n for n, used in enumerate(self.embeddings) if used is embedding]
+    def users(self) -> list[tuple[nn.Module, list[int]]]:
+        """The embeddings, and the environments whose episodes began with each."""
+        return [(x, [n for n, used in enumerate(self.embeddings) if used is x]) for x in set(self.embeddings)]
 
     def embed(self, x: Tensor) -> np.ndarray:
         """Scaled observations (N, ...) embedded, (N, 32), each by the embedding of its episode."""
         embedded = np.zeros((len(x), 32), np.float32)
-        for embedding in set(self.embeddings):
-            n = self.users(embedding)
+        for embedding, n in self.users():
             embedded[n] = embedding(x[n]).cpu().numpy()
         return embedded
 
@@ -725,10 +649,8 @@ class Curiosity(nn.Module):
         last hundred steps, as the agent changes. Each embedding has its own, as each has its own scale.
         """
         means = np.zeros((len(nearest), 1))
-        for embedding in set(self.embeddings):
-            n = self.users(embedding)
-            found = nearest[n][np.isfinite(nearest[n])]
-            distances = embedding.distances
+        for embedding, n in self.users():
+            found, distances = nearest[n][np.isfinite(nearest[n])], embedding.distances
             if self.training:
                 distances.mul_(0.99).add_(distances.new_tensor((found.sum(), found.size)))
             means[n] = (distances[0] / distances[1].clamp(min=1e-6)).item()
@@ -748,20 +670,19 @@ class Curiosity(nn.Module):
         nearest[:, :k] = np.partition(distances, k - 1, axis=1)[:, :k]
         return nearest
 
-    def forward(self, obs: Tensor) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
+    def forward(self, obs: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
         """Intrinsic rewards (N,) of arriving at observations (N, ...), alpha (N,) in them, and what to log.
 
         Choice 1: the reward is that of the state arrived at, and belongs to the action that led there. It is
         compared with what was seen before it, and then remembered itself.
         """
-        args, x = self.args, scaled(obs, self.kind)
+        args, x = self.args, scaled(torch.as_tensor(obs, device=self.args.device))
         embedded = self.embed(x)
         nearest = self.nearest(embedded)
         mean = self.mean_distances(nearest)
-        novelty = episodic_reward(nearest, mean, args.kernel_eps)
-        usual = episodic_reward(np.ones((1, args.neighbors)), 1.0, args.kernel_eps)  # at the mean distance
+        novelty, usual = episodic_reward(nearest, mean, args.kernel_eps), args.usual_novelty
         if args.bonus == "long-run-mean":
-            self.novelties.update(torch.from_numpy(novelty).float().to(obs.device))
+            self.novelties.update(torch.from_numpy(novelty).float().to(x.device))
             usual = self.novelties.mean.item()
         novelty /= usual
         # Choice 2: what is as far as usual is worth 1, and nothing is worth more. Without that, the first
@@ -785,12 +706,13 @@ class Curiosity(nn.Module):
 
     def prediction_errors(self, x: Tensor) -> Tensor:
         """Of random network distillation (n,), on scaled observations (n, ...), whitened."""
-        x = self.whitening(x).clamp_(-5, 5)
+        mean, std = self.whitening.mean, (self.whitening.var + 1e-8).sqrt()
+        x = (x - mean).div_(std).clamp_(-5, 5)
         return ((self.rnd_predictor(x) - self.rnd_target(x)) ** 2).mean(-1)
 
     def loss(self, obs: Tensor, places: Tensor, actions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Of last_transitions(): inverse dynamics, and the predictor's errors."""
-        x = scaled(obs, self.kind)
+        x = scaled(obs)
         logits = self.inverse(torch.cat(self.embedding(x)[places].unbind(), -1))
         inverse_loss = nn.functional.cross_entropy(logits, actions)
         rnd_loss = self.prediction_errors(x)[places[1]].mean()
@@ -822,66 +744,55 @@ class Replay:  # differs from impala_vtrace.py: keeps steps once, and cuts its s
     row, as its state is known to be zero; others from row burn_in on, with the state stored before row 0.
     """
 
-    def __init__(self, args: Args, row: dict[str, np.ndarray], hidden_size: int):
+    def __init__(self, args: Args, row: dict[str, np.ndarray]):
         self.args, N = args, len(row["obs"])
         self.size = args.replay_steps // args.num_envs  # rows of an environment: the next replaces the oldest
         row = row | {name: row["r_ext"] for name in ("mu", "alpha", "discounts")} | dict(ends=row["starts"])
         self.rows = {name: np.zeros((N, self.size, *x.shape[1:]), x.dtype) for name, x in row.items()}
         self.written = np.zeros(N, np.int64)  # rows of an environment so far, those that were replaced too
         self.begun = np.zeros(N, np.int64)  # first row of the oldest unfinished sequence
-        self.states = np.zeros((N, self.size // args.period + 2, 2, hidden_size), np.float32)
+        self.states = np.zeros((N, self.size // args.period + 2, 2, args.hidden_size), np.float32)
         self.sequences = np.zeros((0, 3), np.int64)  # environment, first row and length (in steps) of each
         self.priorities = np.zeros(0)
         self.steps = 0  # so far, of all environments: rows but the first ones of episodes
-
-    def __len__(self) -> int:
-        return len(self.sequences)
 
     @property
     def num_bytes(self) -> int:
         return sum(x.nbytes for x in (*self.rows.values(), self.states))
 
-    def append(self, arrival: dict[str, np.ndarray], row: dict[str, np.ndarray], state: np.ndarray):
-        """Write rows (N, ...) that were arrived at, and of `row` those where the next episode starts.
+    def append(self, row: dict[str, np.ndarray], arrival: dict[str, np.ndarray], state: np.ndarray):
+        """Writes the rows (N, ...) that were arrived at, and those before them that start an episode.
 
         state: (2, N, hidden_size), before the rows that were arrived at.
         """
-        n = ((self.written - self.begun) % self.args.period == 0).nonzero()[0]
-        self.states[n, self.place_of_state(self.written[n])] = state[:, n].swapaxes(0, 1)
-        self.write(arrival, np.arange(len(self.written)))
-        self.steps += len(self.written)
-        self.cut(arrival["ends"])
-        self.begin(row)
-        self.forget()
-
-    def begin(self, row: dict[str, np.ndarray]):
-        """Write the first rows of episodes, where they start."""
         n = row["starts"].nonzero()[0]
         self.begun[n] = self.written[n]
         self.write(row, n)
+        n = ((self.written - self.begun) % self.args.period == 0).nonzero()[0]  # where a sequence may begin
+        self.states[n, self.place_of_state(self.written[n])] = state[:, n].swapaxes(0, 1)
+        self.write(arrival, np.arange(len(self.written)))
+        self.steps += len(self.written)
+
+        # new sequences: those that are full, and what is left of episodes that have ended
+        ends, lengths = arrival["ends"], self.written - 1 - self.begun
+        n = (ends | (lengths == self.args.length)).nonzero()[0]
+        added = np.stack((n, self.begun[n], lengths[n]), axis=1)
+        largest = self.priorities.max(initial=0) or 1.0  # unseen: as the most surprising
+        self.begun[n] += self.args.period
+        sequences = np.concatenate((self.sequences, added))
+        priorities = np.concatenate((self.priorities, np.full(len(n), largest)))
+
+        # without those whose first row was replaced, or will be by the first row of the next episode
+        n, first, _ = sequences.T
+        kept = first >= (self.written + ends)[n] - self.size
+        self.sequences, self.priorities = sequences[kept], priorities[kept]
 
     def write(self, row: dict[str, np.ndarray], n: np.ndarray):
-        """Replace the oldest rows of environments n."""
+        """Replaces the oldest rows of environments n."""
         at = self.written[n] % self.size
         for name, x in self.rows.items():
             x[n, at] = row[name][n] if name in row else 0  # nothing led to a first row
         self.written[n] += 1
-
-    def forget(self):
-        """Drop the sequences whose first row was replaced."""
-        n, first, _ = self.sequences.T
-        kept = first >= self.written[n] - self.size
-        self.sequences, self.priorities = self.sequences[kept], self.priorities[kept]
-
-    def cut(self, ends: np.ndarray):
-        """Add the sequences that are full to the table, and what is left of episodes that have ended."""
-        lengths = self.written - 1 - self.begun
-        n = (ends | (lengths == self.args.length)).nonzero()[0]
-        added = np.stack((n, self.begun[n], lengths[n]), axis=1)
-        largest = self.priorities.max(initial=0) or 1.0  # unseen: as the most surprising
-        self.sequences = np.concatenate((self.sequences, added))
-        self.priorities = np.concatenate((self.priorities, np.full(len(n), largest)))
-        self.begun[n] += self.args.period
 
     def place_of_state(self, row: np.ndarray) -> np.ndarray:
         """In the ring of states, for a sequence by its first row: at least `period` rows lie between two."""
@@ -903,9 +814,8 @@ class Replay:  # differs from impala_vtrace.py: keeps steps once, and cuts its s
         n, first, lengths = self.sequences[places].T
         t = np.arange(self.args.length + 1)[:, None]
         batch = {name: x[n, (first + t) % self.size] for name, x in self.rows.items()}
-        padding = t > lengths
         for x in batch.values():
-            x[padding] = 0
+            x[t > lengths] = 0
         mask = (t[:-1] < lengths) & (batch["starts"][0] | (t[:-1] >= self.args.burn_in))
         rewards = batch["r_ext"].copy()  # the network's input stays what it saw
         last = self.args.length - (rewards[::-1] != 0).argmax(0)  # row of the last reward that is not zero
@@ -914,9 +824,7 @@ class Replay:  # differs from impala_vtrace.py: keeps steps once, and cuts its s
         return batch | dict(rewards=rewards, mask=mask, lengths=lengths, state=state)
 
     def state_dict(self) -> dict:
-        starts = self.rows["starts"][np.arange(len(self.begun)), self.begun % self.size]
-        is_new = starts & (self.written == self.begun + 1)  # a resumed run writes the first row again
-        arrays = self.rows | dict(written=self.written - is_new, states=self.states)
+        arrays = self.rows | dict(written=self.written, states=self.states)
         arrays |= dict(sequences=self.sequences, priorities=self.priorities)
         return {name: torch.from_numpy(x) for name, x in arrays.items()} | dict(steps=self.steps)
 
@@ -931,100 +839,130 @@ class Replay:  # differs from impala_vtrace.py: keeps steps once, and cuts its s
 
 
 class Actor:  # differs from impala_vtrace.py: one group, epsilon-greedy, with novelty
-    """Plays the environments by epsilon-greedy policies, and says what each arrival is worth."""
+    """Plays environments by epsilon-greedy policies, and says what each arrival is worth.
 
-    def __init__(self, args: Args, envs: Envs, agent: Agent, curiosity: Curiosity):
+    row: what is to be seen now, arrays (N, ...): obs, last_actions, r_ext (raw) and r_int, zeros where an
+    episode begins; starts, true there; policies, the index of the one that plays, drawn for each episode.
+    state: (2, N, hidden_size), the network's hidden and cell state before it.
+    """
+
+    def __init__(self, args: Args, envs: gym.vector.VectorEnv, agent: Agent, curiosity: Curiosity, seed: int):
         self.args, self.envs, self.agent, self.curiosity = args, envs, agent, curiosity
-        if agent.kind != "pixels":
-            torch.set_num_threads(1)  # the networks are small: a second thread only costs
-        self.state = agent.initial_state(len(envs.row["obs"]))
-        self.begin(envs.row["starts"])
-
-    def begin(self, starts: np.ndarray):
-        if self.args.beta > 0:
-            self.curiosity.begin(torch.as_tensor(self.envs.row["obs"], device=self.args.device), starts)
+        obs, _ = envs.reset(seed=seed)
+        N = envs.num_envs
+        self.row = dict(obs=obs, last_actions=np.zeros(N, np.int64), starts=np.ones(N, bool))
+        self.row |= dict(r_ext=np.zeros(N, np.float32), r_int=np.zeros(N, np.float32))
+        self.row["policies"] = np.random.default_rng(seed).integers(args.num_policies, size=N)
+        self.state = torch.zeros(2, N, args.hidden_size, device=args.device)
+        if args.beta > 0:
+            curiosity.begin(obs, self.row["starts"])
 
     def step(self, epsilon: np.ndarray, rng: np.random.Generator) -> tuple[dict, list, dict[str, float]]:
-        """One step of each environment.
+        """One step of each environment, epsilon (N,) of them by random actions.
 
-        Returns the arrival row, with mu (the probability of its action), alpha, ends and discounts; episodes
-        that ended, as Envs.step() does; and what to log.
+        Returns the arrival row, with mu (the probability of its action), alpha, ends and discounts; what to
+        log of episodes that ended, and of novelty. The arrival row has the last observation of an episode
+        that ended, self.row the first of the next one.
         """
-        row, A = self.envs.row, self.agent.num_actions
-        inputs = {name: torch.as_tensor(x, device=self.args.device)[None] for name, x in row.items()}
-        obs = scaled(inputs["obs"][0], self.agent.kind)
-        inputs["features"] = self.agent.features(obs, torch.ones_like(inputs["starts"]))
+        args, N, A, policies = self.args, len(epsilon), self.agent.num_actions, self.row["policies"]
+        inputs = {name: torch.as_tensor(x, device=args.device)[None] for name, x in self.row.items()}
+        inputs["features"] = self.agent.features(scaled(inputs["obs"][0]))[None]
         q, self.state = self.agent(inputs, self.state)
         greedy = q[0].argmax(-1).cpu().numpy()
-        actions = np.where(rng.random(len(greedy)) < epsilon, rng.integers(A, size=len(greedy)), greedy)
-        with self.envs.stall_limit:
-            arrival, terminated, truncated, ended = self.envs.step(actions, rng)
-        ends, is_cut = terminated | truncated, truncated & ~terminated
-        goes_on = ~ends | is_cut & self.args.bootstrap_truncated  # choice 6: a time limit is no end
+        actions = np.where(rng.random(N) < epsilon, rng.integers(A, size=N), greedy)
         mu = (epsilon / A + (1 - epsilon) * (actions == greedy)).astype(np.float32)
-        arrival |= dict(mu=mu, alpha=np.ones_like(mu), ends=ends, discounts=goes_on.astype(np.float32))
-        info = {}
-        if self.args.beta > 0:
-            obs = torch.as_tensor(arrival["obs"], device=self.args.device)
-            arrival["r_int"], arrival["alpha"], info = self.curiosity(obs)
-            self.envs.row = self.envs.row | dict(r_int=np.where(ends, np.float32(0), arrival["r_int"]))
-            self.begin(ends)
-        return arrival, ended, info
+
+        obs, r_ext, terminated, truncated, info = self.envs.step(actions)
+        ends, final_obs = terminated | truncated, obs.copy()
+        if ends.any():
+            final_obs[ends] = np.stack(info["final_obs"][ends])
+        r_int, alpha, novelty = np.zeros(N, np.float32), np.ones(N, np.float32), {}
+        if args.beta > 0:
+            r_int, alpha, novelty = self.curiosity(final_obs)
+        arrival = dict(obs=final_obs, last_actions=actions, r_ext=r_ext.astype(np.float32), r_int=r_int)
+        arrival |= dict(starts=np.zeros(N, bool), policies=policies)
+
+        self.row = arrival | dict(obs=obs, starts=ends)
+        if ends.any():
+            for name in ("last_actions", "r_ext", "r_int"):
+                self.row[name] = np.where(ends, 0, arrival[name])
+            self.row["policies"] = np.where(ends, rng.integers(args.num_policies, size=N), policies)
+            if args.beta > 0:
+                self.curiosity.begin(obs, ends)
+        episodes = ended_episodes(info)
+        for policy, episode in zip(policies[ends], episodes, strict=True):
+            episode[f"policies/return_{policy}"] = episode["charts/episodic_return"]
+        goes_on = ~terminated if args.bootstrap_truncated else ~ends  # choice 6: a time limit is no end
+        arrival |= dict(mu=mu, alpha=alpha, ends=ends, discounts=goes_on.astype(np.float32))
+        return arrival, episodes, novelty
 
 
+@contextmanager
+def stall_timer():
+    """Where each iteration sets faulthandler's timer: it does not go on after an exception, in a notebook."""
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@stall_timer()
 @torch.no_grad()  # except in update()
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
     # differs from ppo.py: a replay between acting and updates, two networks and a curiosity
     """Trains; returns the run folder. With a signal's number in stop, saves and exits after an iteration."""
+    # Unless this timer is set anew in time, the process shows where it hangs, and ends.
+    faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
         atexit.register(torch.distributed.destroy_process_group)
     torch.manual_seed(args.seed)
-    torch.set_flush_denormal(True)  # Adam's moments of dead units fade into such numbers, which are slow
+    torch.set_flush_denormal(True)  # denormal numbers are slow, and Adam's moments of dead units become such
     keep_freed_memory()
     T, N = args.num_steps, args.num_envs // WORLD_SIZE
-    numbers = dict(iteration=0, updates=0, last_returns=[])  # returns of the policy that --evaluate plays
-    if args.resume:
-        run_lock = lock(Path(args.resume)) if RANK == 0 else None  # before the checkpoint is read
-        checkpoint = load_checkpoint(args.resume, numbers=tuple(numbers))
-        numbers = {name: checkpoint[name] for name in numbers}
-    saved, updates, last_returns = numbers.values()
-    if over_processes("MAX", saved) != saved:
-        fail(f"{args.resume}: the processes of torchrun read different checkpoints")
-    first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
-    seed = args.seed + first_step + RANK * N  # a resumed run begins new episodes
-    envs = Envs(args, N, args.num_policies, seed)
-    agent = Agent(envs.envs, args).to(args.device)
-    target_agent = deepcopy(agent)
-    target_agent.lstm.flatten_parameters()  # deepcopy() scatters the weights, and cuDNN wants one piece
-    curiosity = Curiosity(envs.envs, args, N).to(args.device)
+    envs = make_env(args, N)
+    if kind_of(envs.single_observation_space.shape) != "pixels":
+        torch.set_num_threads(1)  # the networks are small: a second thread only costs
+    agent = Agent(envs, args).to(args.device)
+    curiosity = Curiosity(envs, args).to(args.device)
+    target_agent = Agent(envs, args).to(args.device)
+    target_agent.load_state_dict(agent.state_dict())
     adam = dict(eps=args.adam_eps, fused=True)
     optimizer = torch.optim.Adam([flatten(list(agent.parameters()))], lr=args.learning_rate, **adam)
     trained = [x for x in curiosity.parameters() if x.requires_grad]
     trained = flatten(trained) if trained else torch.zeros(0)
     auxiliary = torch.optim.Adam([trained], lr=args.auxiliary_lr, **adam)
     family = policy_family(args.num_policies, args.beta, args.gamma_max, args.gamma_min)
-    family = tuple(x.float().to(args.device) for x in family)
+    family = family.float().to(args.device)
     epsilon = epsilons(args.num_envs, args.epsilon)[RANK * N : (RANK + 1) * N]
-    replay = Replay(args, envs.row, args.hidden_size)
+
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")
     run_dir = Path(args.resume or f"runs/{run_name}")
     parts = dict(agent=agent, target_agent=target_agent, curiosity=curiosity)
     parts |= dict(optimizer=optimizer, auxiliary=auxiliary)  # a checkpoint holds the state of each
+    saved, updates, last_returns = 0, 0, []  # returns of the policy that --evaluate plays
+    if RANK == 0:
+        run_lock = lock(run_dir)  # noqa: F841  train() holds it until it returns
     if args.resume:
-        # it may begin to be saved, or cease, and is that of the first process
-        has_replay = args.save_replay and "replay" in checkpoint and RANK == 0
-        load_checkpoint(args.resume, parts | (dict(replay=replay) if has_replay else {}))
+        checkpoint = load_checkpoint(args.resume, parts, ("iteration", "updates", "last_returns"))
+        saved, updates = checkpoint["iteration"], checkpoint["updates"]
+        last_returns = checkpoint["last_returns"]
+        if over_processes("MAX", saved) != saved:
+            fail(f"{args.resume}: the processes of torchrun read different checkpoints")
         optimizer.param_groups[0] |= dict(lr=args.learning_rate, eps=args.adam_eps)  # flags may change them
         auxiliary.param_groups[0] |= dict(lr=args.auxiliary_lr, eps=args.adam_eps)
+    first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
+    seed = args.seed + first_step + RANK * N  # a resumed run begins new episodes
+    actor = Actor(args, envs, agent, curiosity, seed)
+    replay = Replay(args, actor.row)
     if args.save_replay:
         parts["replay"] = replay
-    actor = Actor(args, envs, agent, curiosity)
+        if args.resume and RANK == 0 and "replay" in checkpoint:  # it may begin to be saved
+            load_checkpoint(args.resume, dict(replay=replay))
     if RANK == 0:
-        run_lock, writer, bar = start_logging(args, run_dir, first_step)
-        print(run_dir)
+        writer, bar = start_logging(args, run_dir, first_step)
         print(f"replay: {replay.size * N} steps, {replay.num_bytes / 1e6:.0f} MB", file=sys.stderr)
 
     def step_by(optimizer: torch.optim.Optimizer, loss: Tensor):
@@ -1050,9 +988,9 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     if args.compile:
         update = torch.compile(update)
 
-    replay.begin(envs.row)
-    seen, trained_steps, batch_sequences = [], 0, args.batch_sequences // WORLD_SIZE
+    seen, trained_steps = [], 0  # what to log of novelty; steps in all batches
     for iteration in range(first_iteration, args.num_iterations):
+        faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
         # Each iteration has a seed of its own, so no random state is saved. Python salts no hash of integers.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         rng = np.random.default_rng((args.seed, iteration, RANK))
@@ -1060,24 +998,24 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
 
         # 1. act
         for _ in range(T):
+            row = actor.row
             arrival, ended, novelty = actor.step(epsilon, rng)
             step += args.num_envs
-            episodes += [(step, policy, episode) for policy, episode in ended]
+            episodes += [(step, scalars) for scalars in ended]
             reward += float(arrival["r_ext"].sum())
             seen += [novelty] if RANK == 0 else []
-            replay.append(arrival, envs.row, actor.state.cpu().numpy())
+            replay.append(row, arrival, actor.state.cpu().numpy())
         if WORLD_SIZE > 1 and args.beta > 0:
             curiosity.merge()
 
         # 2. update
-        is_early = replay.steps * WORLD_SIZE < args.learning_starts or not len(replay)
-        is_early = over_processes("MAX", is_early)
+        is_early = replay.steps * WORLD_SIZE < args.learning_starts or not len(replay.sequences)
+        is_early = over_processes("MAX", is_early)  # in any process
         for _ in range(0 if is_early else args.updates_per_rollout):
-            places, batch = replay.sample(batch_sequences, rng)
-            batch = {name: torch.as_tensor(x, device=args.device) for name, x in batch.items()}
-            priorities, info = update(batch)
-            replay.priorities[places] = priorities.nan_to_num().cpu().numpy() + 1e-6  # NaN ends the run below
+            places, batch = replay.sample(args.batch_sequences // WORLD_SIZE, rng)
             trained_steps += int(batch["mask"].sum()) * WORLD_SIZE
+            priorities, info = update({k: torch.as_tensor(x, device=args.device) for k, x in batch.items()})
+            replay.priorities[places] = priorities.nan_to_num().cpu().numpy() + 1e-6  # NaN ends the run below
             updates += 1
             if updates % args.target_every == 0:
                 target_agent.load_state_dict(agent.state_dict())
@@ -1085,30 +1023,29 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
                 curiosity.refresh()
 
         # 3. log and save
-        scalars = {f"losses/{k}": x.item() for k, x in info.items()}
+        scalars = {f"losses/{name}": x.item() for name, x in info.items()}
         found = scalars | novelty | dict(reward=reward)  # which the replay would keep for later updates
         if over_processes("MAX", not np.isfinite(list(found.values())).all()):  # in any process
             good = f"{run_dir}/checkpoint.pt, of iteration {saved}" if saved else "none"
             message = f"iteration {iteration + 1}: not finite: {found}; last good checkpoint: {good}"
             sys.exit(message if RANK == 0 else 1)
-        of_first = [x["charts/episodic_return"] for _, policy, x in episodes if policy == 0]
+        of_first = [x["policies/return_0"] for _, x in episodes if "policies/return_0" in x]
         last_returns = (last_returns + of_first)[-100:]
         signum = int(over_processes("MAX", stop[0] if stop else 0))
         ends = signum or iteration + 1 == args.num_iterations
         if RANK == 0:
-            for end, policy, episode in episodes:
-                log(writer, end, episode | {f"policies/return_{policy}": episode["charts/episodic_return"]})
+            for end, episode in episodes:
+                log(writer, end, episode)
             if ends or (iteration + 1) % args.log_every == 0:
                 scalars["charts/SPS"] = (step - first_step) / (time.time() - start)
                 scalars["charts/replay_ratio"] = trained_steps / (step - first_step)
-                scalars["replay/sequences"] = len(replay)
-                for name in ("mean", "std", "max") if len(replay) else ():
+                scalars["replay/sequences"] = len(replay.sequences)
+                for name in ("mean", "std", "max") if len(replay.sequences) else ():
                     scalars[f"replay/priority_{name}"] = getattr(replay.priorities, name)()
-                for name in seen[-1]:
-                    scalars[f"curiosity/{name}"] = float(np.mean([novelty[name] for novelty in seen]))
+                scalars |= {f"curiosity/{name}": np.mean([x[name] for x in seen]) for name in novelty}
                 log(writer, step, scalars)
                 seen = []
-            status = f"return {np.mean(last_returns or 0):.2f} with beta {family[0][0]:g}"
+            status = f"return {np.mean(last_returns or np.nan):.2f} with beta {family[0, 0]:g}"
             bar.set_postfix_str(status, refresh=False)
             bar.update(step - bar.n)
             if ends or (iteration + 1) % args.save_every == 0:
@@ -1118,10 +1055,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
                 save_checkpoint(run_dir, args, parts, **numbers)
         if signum:
             sys.exit(128 + signum)
-    if RANK == 0:
-        bar.close()
-        writer.close()
-        run_lock.release(force=True)
+    envs.close()
     return run_dir
 
 
@@ -1155,34 +1089,6 @@ def over_processes(operation: str, x: float | Tensor) -> float:
     return x.item()
 
 
-class StallLimit:
-    """Ends the process, and shows where it hangs, if a block within it lasts too long, suspended or not.
-
-    So does a suspension of the process, anywhere, of three times as long.
-    """
-
-    def __init__(self, env_id: str, seconds: int):
-        self.seconds, self.began = seconds, np.inf
-        self.message = f"{SCRIPT}.py: error: {env_id}: a step or reset takes longer than {seconds} s"
-        threading.Thread(target=self.look, daemon=True).start()
-
-    def __enter__(self):
-        self.began = time.monotonic()
-
-    def __exit__(self, *_):
-        self.began = np.inf
-
-    def look(self):
-        while time.monotonic() - self.began < self.seconds:
-            # If C code keeps Python's lock, this thread cannot look. Then faulthandler's timer, which needs
-            # no lock and is set anew each second, ends the process.
-            faulthandler.dump_traceback_later(3 * self.seconds, exit=True, file=2)
-            time.sleep(1)
-        faulthandler.dump_traceback(file=2)
-        print(self.message, file=sys.stderr)
-        os._exit(1)
-
-
 # === Evaluation ==============================================================================
 
 
@@ -1190,72 +1096,61 @@ class StallLimit:
 def evaluate(args: Args) -> list[float]:
     # differs from ppo.py: recurrent, of the first policy, with the novelty that the network wants to see
     """Returns of full episodes of a run's agent, by its policy with the smallest beta and by eval_epsilon."""
-    torch.manual_seed(args.seed)
-    seed = args.seed + args.total_timesteps + args.num_envs  # no seed of training
-    envs = Envs(args, 1, 1, seed, Path(args.evaluate) / "videos" if args.capture_video else None)
-    agent, curiosity = Agent(envs.envs, args).to(args.device), Curiosity(envs.envs, args, 1).to(args.device)
+    envs = make_env(args, 1, Path(args.evaluate) / "videos" if args.capture_video else None)
+    agent, curiosity = Agent(envs, args).to(args.device), Curiosity(envs, args).to(args.device)
     load_checkpoint(args.evaluate, dict(agent=agent, curiosity=curiosity))
     curiosity.eval()  # its statistics stay as they are
-    actor, rng, returns = Actor(args, envs, agent, curiosity), np.random.default_rng(seed), []
+    seed = args.seed + args.total_timesteps + args.num_envs  # no seed of training
+    actor = Actor(replace(args, num_policies=1), envs, agent, curiosity, seed)
+    rng, returns = np.random.default_rng(seed), []
     while len(returns) < args.eval_episodes:
-        _, ended, _ = actor.step(np.full(1, args.eval_epsilon), rng)
-        returns += [episode["charts/episodic_return"] for _, episode in ended]
-    envs.envs.close()
+        _, episodes, _ = actor.step(np.full(1, args.eval_epsilon), rng)
+        returns += [episode["charts/episodic_return"] for episode in episodes]
+    envs.close()
     return returns
 
 
 # === Logs and checkpoints ====================================================================
 
 
-def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[FileLock, SummaryWriter, tqdm]:
-    """The lock of the run folder, TensorBoard's writer and a progress bar; Weights & Biases with --track."""
+def lock(run_dir: Path) -> FileLock:
+    """Refuses a run folder in which another process trains. The lock ends with train() or its process."""
+    run_lock = FileLock(run_dir / "lock", is_singleton=True)  # a notebook may resume after an exception
     try:
-        if args.track:  # first: a new run gets no folder if W&B fails
-            start_tracking(args, run_dir)
-        writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
-        run_lock = lock(run_dir)
+        run_lock.acquire(blocking=False)
     except OSError as error:
-        fail(f"{run_dir}: {error}")
+        fail(f"{run_dir} cannot be locked, another process may train there: {error}")
+    return run_lock
+
+
+def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[SummaryWriter, tqdm]:
+    """TensorBoard's writer and a progress bar. With --track, Weights & Biases gets what TensorBoard gets."""
+    if args.track:
+        import wandb
+
+        config = asdict(args) | dict(exp_name=SCRIPT)  # CleanRL's reports group runs by exp_name
+        try:
+            wandb.init(
+                project=args.wandb_project_name, entity=args.wandb_entity, config=config,
+                id=run_dir.name, name=run_dir.name, resume="allow", sync_tensorboard=True,
+                group=f"{args.env_id}__{SCRIPT}", tags=[SCRIPT, args.env_id[:64]],
+                settings=dict(init_timeout=10, reinit="finish_previous"),  # seconds; a run for each train()
+            )  # fmt: skip
+        except wandb.Error as error:
+            fail(f"--track: {error}")
+    writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
     atexit.register(writer.close)  # writes the last logs after an exception, too
     writer.add_text("args", "\n".join(f"    {name}: {x}" for name, x in asdict(args).items()))
     style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
     total = args.num_iterations * args.batch_size
-    return run_lock, writer, tqdm(total=total, initial=first_step, unit="step", unit_scale=True, **style)
-
-
-def lock(run_dir: Path) -> FileLock:
-    """Refuses a run folder in which another process trains. The lock ends with the process that holds it."""
-    run_lock = FileLock(run_dir / "lock", is_singleton=True)
-    try:
-        run_lock.acquire(timeout=0)
-    except Timeout:
-        fail(f"another process trains in {run_dir}")
-    except OSError as error:
-        fail(f"{run_dir}: {error}")
-    return run_lock
-
-
-def start_tracking(args: Args, run_dir: Path):
-    """Sends what TensorBoard is given to Weights & Biases; a resumed run goes on as the same run there."""
-    try:
-        import wandb
-    except ImportError as error:
-        fail(f"--track: {error}; pip install wandb")
-    config = asdict(args) | dict(exp_name=SCRIPT)  # CleanRL's reports group runs by exp_name
-    try:
-        wandb.init(
-            project=args.wandb_project_name, entity=args.wandb_entity, id=run_dir.name, name=run_dir.name,
-            group=f"{args.env_id}__{SCRIPT}", tags=[SCRIPT, args.env_id[:64]], config=config, resume="allow",
-            sync_tensorboard=True, settings=dict(init_timeout=10),  # seconds; W&B's own limit is 90
-        )  # fmt: skip
-    except wandb.Error as error:
-        fail(f"--track: {error}")
+    print(run_dir)
+    return writer, tqdm(total=total, initial=first_step, unit="step", unit_scale=True, **style)
 
 
 def log(writer: SummaryWriter, step: int, scalars: dict[str, float]):
-    """Writes scalars in one event, in a fifth of add_scalar's time, without NaN and infinity."""
-    finite = [Summary.Value(tag=name, simple_value=x) for name, x in scalars.items() if np.isfinite(x)]
-    writer.file_writer.add_summary(Summary(value=finite), step)
+    for name, x in scalars.items():
+        if np.isfinite(x):
+            writer.add_scalar(name, x, step)
 
 
 def save_checkpoint(run_dir: Path, args: Args, parts: dict, **numbers):
@@ -1286,24 +1181,44 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[s
 # === Main ====================================================================================
 
 
-def stop_at_signals() -> list[int]:
-    """A list to which SIGINT and SIGTERM are appended. If one comes again, it ends the process at once."""
-    stop = []
+def parse_args() -> Args:
+    # differs from ppo.py: more flags decide about the sizes of what a checkpoint holds
+    """The command line. A run that is resumed or evaluated brings its own arguments as defaults."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume", "--evaluate", dest="run_dir")
+    run_dir = parser.parse_known_args()[0].run_dir
+    saved = tyro.MISSING_NONPROP if run_dir is None else load_checkpoint(run_dir)["args"]
+    args = tyro.cli(Args, default=saved)
+    flag, fixed = "--evaluate", ["num_policies", "hidden_size"]
+    if args.resume:
+        flag = "--resume"
+        fixed += ["env_id", "seed", "num_envs", "num_steps", "rnd", "train_embedding"]
+    if args.resume and args.save_replay and saved.save_replay:
+        fixed += ["burn_in", "unroll", "period", "replay_steps"]
+    for name in fixed if run_dir is not None else ():
+        if getattr(args, name) != getattr(saved, name):
+            fail(f"{flag} cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
+    if args.device == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
+        fail(f"--device cuda: PyTorch finds {torch.cuda.device_count() or 'no'} GPU; each process needs one")
+    wandb = find_spec("wandb")  # it finds the folder wandb, in which W&B keeps its runs, too
+    if args.track and not args.evaluate and (wandb is None or wandb.origin is None):
+        fail("--track: pip install wandb")
+    return args
 
-    def append(signum: int, _):
+
+if __name__ == "__main__":
+    args, stop = parse_args(), []
+
+    def finish(signum: int, _):
+        """The first signal ends the run after its iteration, the same one again at once."""
         print("stopping after this iteration", file=sys.stderr)
         stop.append(signum)
         signal.signal(signum, signal.SIG_DFL)
 
-    signal.signal(signal.SIGINT, append)
-    signal.signal(signal.SIGTERM, append)
-    return stop
-
-
-if __name__ == "__main__":
-    args = parse_args()
     if args.evaluate:
         returns = evaluate(args)
         print(f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes")
     else:
-        train(args, stop_at_signals())
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, finish)
+        train(args, stop)

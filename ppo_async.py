@@ -1,9 +1,7 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = [
-#     "ale-py>=0.12", "filelock>=3.13", "gymnasium[classic-control]>=1.4", "numpy", "tensorboard",
-#     "torch>=2.6", "tqdm", "tyro>=1",
-# ]
+# dependencies = ["ale-py>=0.12", "filelock>=3.13", "gymnasium[classic-control]>=1.4", "numpy", "tensorboard",
+#     "torch>=2.6", "tqdm", "tyro>=1"]
 # ///
 """Off-policy PPO: rollout workers beside an optimizer, the staleness of every sample known and bounded.
 
@@ -30,18 +28,19 @@ import os
 import queue
 import signal
 import sys
-import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Annotated, Literal, NoReturn
 from zipfile import BadZipFile, ZipFile
 
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # PyTorch's idle threads sleep and leave emulators the cores
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # before torch: its idle threads leave emulators the cores
 
 import ale_py
 import gymnasium as gym
@@ -50,8 +49,7 @@ import torch
 import torch.nn as nn
 import tyro
 from ale_py.vector_env import AtariVectorEnv
-from filelock import FileLock, Timeout
-from tensorboard.compat.proto.summary_pb2 import Summary
+from filelock import FileLock
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -78,7 +76,7 @@ class Args:
     gae_on_learner: bool = False  # advantages by the optimizer's values instead of the workers'
     bootstrap_truncated: bool = False  # at a time limit, add gamma * value to the reward
     sync: bool = False  # actors and learner in turn, in one thread
-    stall_seconds: int = 20  # a step or reset that takes longer ends the run
+    stall_seconds: int = 600  # an iteration that takes longer, or is suspended for longer, ends the run
 
     # staleness
     sample_reuse: float = 1.0  # passes over each sample; below 1, a random share is left out
@@ -114,9 +112,13 @@ class Args:
     capture_video: bool = False  # record the episodes of --evaluate in the run folder
 
     @property
-    def group_size(self) -> int:
+    def num_groups(self) -> int:
         # differs from impala_vtrace.py: one task
-        return self.num_envs // (WORLD_SIZE * self.num_actors * 2)
+        return WORLD_SIZE * self.num_actors * 2
+
+    @property
+    def group_size(self) -> int:
+        return self.num_envs // self.num_groups
 
     @property
     def batch_size(self) -> int:
@@ -135,7 +137,7 @@ class Args:
             least = 0 if field.type in (float, float | None) or name in may_be_0 else 1
             if type(x) in (int, float) and not least <= x < np.inf:
                 raise ValueError(f"{name} cannot be {x}")
-        groups = WORLD_SIZE * self.num_actors * 2
+        groups = self.num_groups
         unit = WORLD_SIZE * max(1, self.group_size)
         rest = self.batch_size // WORLD_SIZE % self.num_minibatches
         share = self.sample_reuse % 1 or 1  # of the samples, in the last pass
@@ -157,30 +159,10 @@ class Args:
                 raise ValueError(rule)
 
 
-def fail(message: object) -> NoReturn:
+def fail(message: str) -> NoReturn:
     """Reports a mistake of the user, not a bug, in one line on stderr; exit code 2."""
-    print(f"{SCRIPT}.py: error: {' '.join(str(message).split())}", file=sys.stderr)
+    print(f"{SCRIPT}.py: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
-
-
-def parse_args() -> Args:
-    # differs from ppo.py: what a batch has is a flag of its own
-    """The command line. A run that is resumed or evaluated brings its own arguments as defaults."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--resume")
-    parser.add_argument("--evaluate")
-    run, _ = parser.parse_known_args()
-    if run.resume is None and run.evaluate is None:
-        args = tyro.cli(Args)
-    else:
-        saved = load_checkpoint(run.resume if run.evaluate is None else run.evaluate)["args"]
-        args = tyro.cli(Args, default=saved)
-        for name in ("env_id", "seed", "num_envs", "num_steps", "batch_unrolls") if args.resume else ():
-            if getattr(args, name) != getattr(saved, name):
-                fail(f"--resume cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
-    if args.device == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
-        fail(f"--device cuda: PyTorch finds {torch.cuda.device_count() or 'no'} GPU; each process needs one")
-    return args
 
 
 # === Environment =============================================================================
@@ -205,8 +187,7 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
         return envs
 
     def make() -> gym.Env:
-        options = dict(render_mode="rgb_array") if video_dir else {}
-        env = gym.make(args.env_id, **options)
+        env = gym.make(args.env_id, **(dict(render_mode="rgb_array") if video_dir else {}))
         if video_dir:
             env = gym.wrappers.RecordVideo(env, str(video_dir), lambda n: n < args.eval_episodes)
         return as_array(gym.wrappers.RecordEpisodeStatistics(env))
@@ -234,9 +215,9 @@ def as_array(env: gym.Env) -> gym.Env:
     if isinstance(space, gym.spaces.Box) and len(space.shape) == 3 and min(space.shape[:2]) >= 36:
         low, high = (x.transpose(2, 0, 1) for x in (space.low, space.high))
         channels_first = gym.spaces.Box(low, high, dtype=space.dtype.type)
-        # a copy, as Gymnasium keeps final observations as they are, and an environment may reuse its array
+        # astype() copies: Gymnasium keeps a final observation, whose array an environment may reuse
         return gym.wrappers.TransformObservation(
-            env, lambda obs: obs.transpose(2, 0, 1).copy(), channels_first
+            env, lambda obs: obs.transpose(2, 0, 1).astype(space.dtype), channels_first
         )
     return gym.wrappers.FlattenObservation(env) if isinstance(space, gym.spaces.Box) else env
 
@@ -273,7 +254,7 @@ class Group:  # differs from impala_vtrace.py: one task
         if self.video_dir:
             self.envs.camera.reset(seed=seed)
         num_envs = self.envs.num_envs
-        self.returns, self.lives = np.zeros(num_envs), info.get("lives", np.zeros(num_envs))
+        self.returns, self.lives = np.zeros(num_envs), info.get("lives")
         self.began = np.zeros(num_envs, int)  # the emulator's frame at which the game began
         self.row = dict(obs=obs, last_actions=np.zeros(num_envs, np.int64))
         self.row |= dict(last_rewards=np.zeros(num_envs, np.float32), starts=np.ones(num_envs, bool))
@@ -286,32 +267,29 @@ class Group:  # differs from impala_vtrace.py: one task
             frames, *_ = self.envs.camera.step(actions)
             self.video.append(frames[0, 0])
 
-    def receive(self) -> tuple[np.ndarray | None, list[dict[str, float]]]:
-        """Final observations (N, ...), None if there are none, and what to log of the episodes that ended."""
+    def receive(self) -> tuple[dict[int, np.ndarray], list[dict[str, float]]]:
+        """Last observations, by environment, of what a time limit cut, and what to log of ended episodes."""
         step = self.envs.recv() if self.is_atari else self.envs.step(self.actions)
         obs, rewards, terminated, truncated, info = step
         starts = terminated | truncated
-        self.cut = truncated & ~terminated
-        episodes = self.ended_games(starts, rewards, info) if self.is_atari else ended_episodes(info)
         if self.is_atari:
+            info["final_info"] = self.ended_games(starts, rewards, info)
             starts = starts | (0 < info["lives"]) & (info["lives"] < self.lives)
             self.lives = info["lives"]
         self.row = dict(obs=obs, last_actions=self.actions, starts=starts)
         self.row["last_rewards"] = rewards.astype(np.float32)
-        return info.get("final_obs"), episodes
+        cut = (truncated & ~terminated).nonzero()[0]
+        return {n: info["final_obs"][n] for n in cut}, ended_episodes(info)
 
-    def ended_games(self, over: np.ndarray, rewards: np.ndarray, info: dict) -> list[dict[str, float]]:
-        """What to log of Atari games: CleanRL's length is in frames, and counts the no-ops at the start."""
-        self.returns += rewards
+    def ended_games(self, over: np.ndarray, rewards: np.ndarray, info: dict) -> dict:
+        """Games as gymnasium reports episodes, but with CleanRL's length: all frames, no-ops at first too."""
+        returns = self.returns + rewards
         began = info["frame_number"] - info["episode_frame_number"]  # a game lasts until the next one begins
-        lengths, self.began = began - self.began, began
-        names, episodes = ("charts/episodic_return", "charts/episodic_length"), []
-        for n in over.nonzero()[0]:
-            episodes.append(dict(zip(names, (float(self.returns[n]), float(lengths[n])), strict=True)))
-        self.returns[over] = 0
+        final_info = dict(episode=dict(r=returns, l=began - self.began), _episode=over)
+        self.returns, self.began = np.where(over, 0, returns), began
         if self.video_dir and over[0]:
             self.save_video()
-        return episodes
+        return final_info
 
     def save_video(self):
         from moviepy import ImageSequenceClip
@@ -352,8 +330,8 @@ class Agent(nn.Module):  # differs from ppo.py: convolutions for images, as in p
     def __init__(self, envs: gym.vector.VectorEnv, args: Args):
         super().__init__()
         obs_shape, num_actions = envs.single_observation_space.shape, int(envs.single_action_space.n)
-        self.amp, self.is_image = args.amp, len(obs_shape) == 3
-        if self.is_image:
+        self.amp = args.amp
+        if len(obs_shape) == 3:
             layers = (  # detail 21: the Nature CNN, shared
                 layer_init(nn.Conv2d(obs_shape[0], 32, 8, stride=4)), nn.ReLU(inplace=True),
                 layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU(inplace=True),
@@ -379,14 +357,13 @@ class Agent(nn.Module):  # differs from ppo.py: convolutions for images, as in p
 
     def forward(self, obs: Tensor) -> tuple[Categorical, Tensor]:
         """Policy and value (N,) of observations (N, ...)."""
-        if self.is_image:  # detail 22: scaling to [0, 1]
-            x = obs.to(torch.float32, memory_format=torch.channels_last, copy=True)
+        x = obs
+        if obs.ndim == 4:  # detail 22: scaling to [0, 1]
+            x = x.to(torch.float32, memory_format=torch.channels_last)
             x = x.div_(255) if obs.dtype == torch.uint8 else x
-        else:
-            x = obs.float()
         # without autocast's cache of weights, which the actors' streams would share
         with torch.autocast(obs.device.type, torch.bfloat16, self.amp, cache_enabled=False):
-            hidden = self.network(x)
+            hidden = self.network(x.float())
         return Categorical(self.actor(hidden.float())), self.critic(hidden.float()).squeeze(-1)
 
 
@@ -447,18 +424,8 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args:
 class Segments:
     """T steps of the N environments of a group, by one version of the policy."""
 
-    version: int
-    data: dict[str, np.ndarray]  # (T, N), but obs and values (T + 1, N), cuts (1, N)
+    data: dict[str, np.ndarray]  # (T, N, ...), but obs and values (T + 1, N, ...)
     episodes: list[tuple[int, dict]]  # those that ended: step of the segment, and what to log
-
-    @classmethod
-    def empty(cls, args: Args, version: int, obs: np.ndarray):
-        T, N = args.num_steps, args.group_size
-        data = dict(obs=np.empty((T + 1, *obs.shape), obs.dtype), values=np.empty((T + 1, N), np.float32))
-        data |= {name: np.empty((T, N), np.float32) for name in ("rewards", "dones", "logprobs")}
-        data |= dict(actions=np.empty((T, N), np.int64), cuts=np.empty((1, N), object))
-        data["cuts"].fill(())  # each a tuple of (step, final observation): time limits are few
-        return cls(version, data, [])
 
 
 class Actor:  # differs from impala_vtrace.py: values too, no memory
@@ -466,87 +433,80 @@ class Actor:  # differs from impala_vtrace.py: values too, no memory
 
     def __init__(self, args: Args):
         self.args, self.groups = args, [Group(args, args.group_size) for _ in range(2)]
-        self.waited, self.steps = 0.0, 0  # seconds that it waited for room, environment steps
-        self.stall_limit = StallLimit(args.env_id, args.stall_seconds)
+        self.began = math.inf  # time at which its present segments began
+        self.stream = torch.cuda.Stream() if args.device == "cuda" else None
 
     def reset(self, seed: int):
         for k, group in enumerate(self.groups):
-            with self.stall_limit:
-                group.reset(seed + k * self.args.group_size)
+            group.reset(seed + k * self.args.group_size)
 
     @torch.no_grad()  # which counts for one thread alone
-    def collect(self, agent: Agent, version: int) -> list[Segments]:
+    def unroll(self, agent: Agent, version: int) -> list[Segments]:
         """T steps of each group by an agent of the optimizer's."""
-        both = [Segments.empty(self.args, version, group.row["obs"]) for group in self.groups]
-        for t in range(self.args.num_steps + 1):
+        T, N, both = self.args.num_steps, self.args.group_size, []
+        for group in self.groups:
+            obs = np.empty((T + 1, *group.row["obs"].shape), group.row["obs"].dtype)
+            data = dict(obs=obs, values=np.empty((T + 1, N), np.float32), actions=np.empty((T, N), np.int64))
+            data |= {name: np.empty((T, N), np.float32) for name in ("rewards", "dones", "logprobs")}
+            data["final_obs"] = np.full((T, N), None)  # where a time limit ended an episode
+            data["versions"] = np.full((T, N), version)
+            both.append(Segments(data, []))
+        for t in range(T + 1):
             for group, segments in zip(self.groups, both, strict=True):
                 data = segments.data
                 if t > 0:
-                    self.receive(group, t - 1, segments)
+                    cut, episodes = group.receive()
+                    segments.episodes += [(t, episode) for episode in episodes]
+                    data["rewards"][t - 1] = group.row["last_rewards"]
+                    data["dones"][t - 1] = group.row["starts"]
+                    for n, final_obs in cut.items() if self.args.bootstrap_truncated else ():
+                        data["final_obs"][t - 1, n] = final_obs
                 data["obs"][t] = group.row["obs"]
                 obs = torch.from_numpy(group.row["obs"]).to(self.args.device, non_blocking=True)
                 dist, value = agent(obs)
-                if t < self.args.num_steps:  # the last value is that of what lies beyond the segment
+                if t < T:  # the last value is that of what lies beyond the segment
                     action = dist.sample()
                     logprob = dist.log_prob(action).to("cpu", non_blocking=True)
                     data["actions"][t] = action.cpu().numpy()  # waits for a GPU, and so for logprob too
                     group.send(data["actions"][t])
                     data["logprobs"][t] = logprob.numpy()
                 data["values"][t] = value.cpu().numpy()
-        self.steps += 2 * self.args.num_steps * self.args.group_size
         return both
 
-    def receive(self, group: Group, t: int, segments: Segments):
-        """What became of step t of a group."""
-        with self.stall_limit:
-            final_obs, episodes = group.receive()
-        segments.data["rewards"][t] = group.row["last_rewards"]
-        segments.data["dones"][t] = group.row["starts"]
-        segments.episodes += [(t + 1, episode) for episode in episodes]
-        for n in group.cut.nonzero()[0] if self.args.bootstrap_truncated else ():
-            segments.data["cuts"][0, n] += ((t, np.array(final_obs[n], group.row["obs"].dtype)),)
 
+class Actors:  # differs from impala_vtrace.py: one task, no LSTM
+    """The actors of a process, in threads of their own or, with --sync, all in the optimizer's thread.
 
-class Actors:  # differs from impala_vtrace.py: one task, and values instead of states
-    """The actors of a process, each in a thread of its own or, with --sync, all in the optimizer's thread.
-
-    An actor takes room for its segments before it begins them; the optimizer makes room when it takes them.
-    They act by a published copy of the optimizer's agent.
+    They act by a published copy of the optimizer's agent. An actor's next segments begin when there is room
+    for them, and the optimizer makes room when it takes segments.
     """
 
     def __init__(self, args: Args):
-        self.args, self.threads, self.turn = args, [], 0
-        self.members = [Actor(args) for _ in range(args.num_actors)]
-        self.segments = queue.SimpleQueue()  # of each group alone; or what ended an actor
+        self.args, self.members = args, [Actor(args) for _ in range(args.num_actors)]
+        self.idle, self.threads = deque(self.members), ThreadPoolExecutor(args.num_actors, "actor")
+        self.finished = queue.SimpleQueue()  # futures of run()
+        self.segments = []  # their results, of each group alone, which no batch has taken yet
         self.batch_segments = args.batch_unrolls // (WORLD_SIZE * args.group_size)  # of groups, in a batch
+        at_once = 2 if args.sync else 2 * args.num_actors
         # So little that no actor is more than a batch ahead, where its segments fill whole batches.
-        self.capacity = max(2 * len(self.members), self.batch_segments + self.batch_segments % 2)
-        self.room, self.taking_room = threading.Semaphore(self.capacity), threading.Lock()
-        self.is_closing = False
-        self.waited, self.fill = 0.0, 0  # seconds that the optimizer waited, sum of lengths of the queue
-        self.envs = self.members[0].groups[0].envs
-        self.warn_of_lag()
-
-    def warn_of_lag(self):
-        """Says where segments must wait for a later batch than the next: they are older than they need be."""
-        if self.args.sync:  # an odd segment is left for the next batch
-            lag, least = self.batch_segments % 2, 0
-        else:  # the last for which there is room waits for so many batches; a slow actor's, longer
-            lag, least = math.ceil(self.capacity / self.batch_segments), 1
+        self.capacity = self.room = max(at_once, self.batch_segments + self.batch_segments % 2)
+        least = 0 if args.sync else 1  # versions that segments are behind the optimizer
+        lag = (
+            least + math.ceil(self.capacity / self.batch_segments) - 1
+        )  # of the last for which there is room
         if lag > least and RANK == 0:
             expected = f"expect segments about {lag} versions behind the optimizer instead of {least}"
-            remedy = f"let batch_unrolls be a multiple of the {self.args.num_envs} environments"
+            remedy = f"let batch_unrolls be a multiple of the {args.num_envs} environments"
             print(f"{SCRIPT}.py: warning: {expected}: {remedy}", file=sys.stderr)
+        self.envs = self.members[0].groups[0].envs
 
     def start(self, agent: Agent, version: int, seed: int):
         """Begin new episodes, and act."""
-        self.publish(agent, version)
-        self.before = self.totals()
         for k, actor in enumerate(self.members):
             actor.reset(seed + 2 * k * self.args.group_size)
-        for actor in self.members if not self.args.sync else ():
-            self.threads.append(threading.Thread(target=self.run, args=(actor,), name="actor", daemon=True))
-            self.threads[-1].start()
+        self.publish(agent, version)
+        self.sums, self.since = Counter(), time.monotonic()  # of what rates() tells
+        self.fill_room()
 
     def publish(self, agent: Agent, version: int):
         """Offer a copy of the optimizer's agent to the actors, who take it as a segment begins."""
@@ -555,81 +515,70 @@ class Actors:  # differs from impala_vtrace.py: one task, and values instead of 
             torch.cuda.current_stream().synchronize()  # the copy is complete before an actor can see it
         self.published = copy, version
 
-    def run(self, actor: Actor):
-        """The thread of an actor."""
+    def fill_room(self):
+        """Let actors make as many segments as there is room for."""
+        while self.room >= 2 and not self.args.sync:
+            self.room -= 2
+            self.threads.submit(self.run).add_done_callback(self.finished.put)
+
+    def run(self) -> tuple[list[Segments], float]:
+        """Segments of an idle actor, and their seconds; in a thread, or with --sync in the optimizer's."""
+        actor = self.idle.popleft()
         try:
-            torch.set_num_threads(1)
-            if self.args.device == "cuda":
-                torch.cuda.set_device(LOCAL_RANK)  # a thread begins with device 0
-                torch.cuda.set_stream(torch.cuda.Stream())  # beside the optimizer's work, not behind it
-            while True:
-                start = time.monotonic()
-                with self.taking_room:  # two actors with half of their room each would wait for ever
-                    for _ in range(2):
-                        self.room.acquire()
-                actor.waited += time.monotonic() - start
-                if self.is_closing:
-                    return
-                agent, version = self.published
-                for segments in actor.collect(agent, version):
-                    self.segments.put(segments)
-        except BaseException as error:  # whatever ends an actor ends the run, with the actor's own traceback
-            self.segments.put(error)
+            if not self.args.sync:
+                torch.set_num_threads(1)
+                if self.args.device == "cuda":
+                    # beside the optimizer's stream, and on its GPU, as a thread begins with device 0
+                    torch.cuda.set_stream(actor.stream)
+            actor.began = time.monotonic()
+            segments = actor.unroll(*self.published)
+            return segments, time.monotonic() - actor.began
+        finally:
+            actor.began = math.inf
+            self.idle.append(actor)
 
     def receive(self) -> list[Segments]:
-        """The segments of an iteration. Raises what an actor raised."""
-        self.fill += self.segments.qsize()
-        start, batch = time.monotonic(), []
-        while len(batch) < self.batch_segments:
-            if self.args.sync and self.segments.empty():
-                actor, (agent, version) = self.members[self.turn % len(self.members)], self.published
-                for segments in actor.collect(agent, version):
-                    self.segments.put(segments)
-                self.turn += 1
-            batch.append(self.segments.get())
-            if isinstance(batch[-1], BaseException):
-                raise batch[-1]
-        self.waited += time.monotonic() - start
-        self.room.release(len(batch))
+        """The segments of a batch. Raises what an actor raised."""
+        start, ready = time.monotonic(), len(self.segments) + 2 * self.finished.qsize()
+        while len(self.segments) < self.batch_segments:
+            segments, seconds = self.run() if self.args.sync else self.finished.get().result()
+            self.segments += segments
+            self.sums["acted"] += seconds
+        batch, self.segments = self.segments[: self.batch_segments], self.segments[self.batch_segments :]
+        self.sums.update(batches=1, ready=ready, waited=time.monotonic() - start)
+        self.room += len(batch)
+        self.fill_room()
         return batch
 
-    def totals(self) -> dict[str, float]:
-        """Sums since the start: seconds, seconds of waiting, environment steps, lengths of the queue."""
-        waited = sum(actor.waited for actor in self.members) / len(self.members)
-        steps = sum(actor.steps for actor in self.members) * WORLD_SIZE
-        return dict(time=time.monotonic(), learner=self.waited, actor=waited, steps=steps, fill=self.fill)
-
-    def rates(self, iterations: int, trained: int) -> dict[str, float]:
-        """Rates since the last call, given the iterations since and the steps that they trained on."""
-        now = self.totals()
-        since = {name: now[name] - self.before[name] for name in now}
-        self.before, seconds = now, since["time"]
-        return {
-            "charts/learner_wait": since["learner"] / seconds,
-            "charts/actor_wait": min(1.0, since["actor"] / seconds),  # a wait counts when it ends
-            "charts/queue_fill": since["fill"] / (iterations * self.capacity),
-            "charts/collected_SPS": since["steps"] / seconds,
-            "charts/trained_SPS": trained / seconds,
-            "charts/sample_reuse": trained / (iterations * self.args.batch_size),
+    def rates(self, reuse: float) -> dict[str, float]:
+        """Rates since the last call, given how often each new step was trained on."""
+        seconds, steps = time.monotonic() - self.since, self.sums["batches"] * self.args.batch_size
+        rates = {
+            "charts/learner_wait": self.sums["waited"] / seconds,
+            # what an actor does counts when its segments are received
+            "charts/actor_wait": max(0.0, 1 - self.sums["acted"] / (seconds * len(self.members))),
+            "charts/queue_fill": self.sums["ready"] / (self.sums["batches"] * self.capacity),
+            "charts/collected_SPS": steps / seconds,
+            "charts/trained_SPS": steps / seconds * reuse,
+            "charts/sample_reuse": reuse,
         }
+        self.sums, self.since = Counter(), time.monotonic()
+        return rates
 
     def close(self):
-        self.is_closing = True
-        self.room.release(2 * len(self.members))
-        for thread in self.threads:
-            thread.join()
+        self.threads.shutdown(cancel_futures=True)
 
 
-def beyond_time_limits(agent: Agent, cuts: np.ndarray, args: Args) -> np.ndarray:
+def beyond_time_limits(agent: Agent, final_obs: np.ndarray, args: Args) -> np.ndarray:
     # differs from impala_vtrace.py: no memory
     """What is added to the rewards (T, B) of steps that a time limit ended: gamma times the agent's value.
 
-    cuts: (1, B), of Segments.
+    final_obs (T, B) has the last observations of their episodes, and None elsewhere.
     """
-    added = np.zeros((args.num_steps, cuts.shape[1]), np.float32)
-    for n, found in enumerate(cuts[0]):
-        for t, final_obs in found:
-            _, value = agent(torch.as_tensor(final_obs[None], device=args.device))
+    added = np.zeros(final_obs.shape, np.float32)
+    for (t, n), obs in np.ndenumerate(final_obs):
+        if obs is not None:
+            _, value = agent(torch.as_tensor(obs[None], device=args.device))
             added[t, n] = args.gamma * value.item()
     return added
 
@@ -642,13 +591,12 @@ def staleness_report(staleness: Tensor, clipped: Tensor) -> dict[str, float]:
     return report
 
 
-def collect(actors: Actors) -> tuple[dict[str, np.ndarray], np.ndarray, list]:
-    """Segments of an iteration (T, B, ...), the version that made each (B,), and episodes that ended."""
+def collect(actors: Actors) -> tuple[dict[str, np.ndarray], list]:
+    """Segments of an iteration, side by side (T, B, ...), and the episodes that ended in them."""
     received = actors.receive()
-    names, data = received[0].data.keys(), [segments.data for segments in received]
-    batch = {name: np.concatenate([some[name] for some in data], axis=1) for name in names}
-    versions = np.repeat([segments.version for segments in received], actors.args.group_size)
-    return batch, versions, [episode for segments in received for episode in segments.episodes]
+    names, parts = received[0].data.keys(), [segments.data for segments in received]
+    data = {name: np.concatenate([part[name] for part in parts], axis=1) for name in names}
+    return data, [episode for segments in received for episode in segments.episodes]
 
 
 # === Training ================================================================================
@@ -657,6 +605,8 @@ def collect(actors: Actors) -> tuple[dict[str, np.ndarray], np.ndarray, list]:
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
     # differs from ppo.py: learn() has the loop; here the actors begin and end
     """Trains; returns the run folder. With a signal's number in stop, saves and exits after an iteration."""
+    # Unless this timer is set anew in time, the process shows where it hangs, and ends.
+    faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
@@ -670,27 +620,29 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         return learn(args, actors, stop)
     finally:
         actors.close()
+        faulthandler.cancel_dump_traceback_later()  # not earlier, as an actor may hang
 
 
 @torch.no_grad()  # except in update()
 def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
     """The optimizer: updates on the workers' segments until the end or a signal; returns the run folder."""
-    is_atari = actors.members[0].groups[0].is_atari
     if len(actors.envs.single_observation_space.shape) == 1:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
     agent = Agent(actors.envs, args).to(args.device)
     flat = flatten(list(agent.parameters()))
     lr = torch.tensor(args.learning_rate, device=args.device)  # a tensor, or annealing would recompile
     clip = torch.tensor(args.clip_coef, device=args.device)  # for the same reason
-    optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
+    # detail 3: Adam's epsilon. Capturable, as a CUDA graph may hold its step.
+    optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True, capturable=True)
 
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")
     run_dir = Path(args.resume or f"runs/{run_name}")
     parts = dict(agent=agent, optimizer=optimizer)  # a checkpoint holds the state of each
     saved, last_returns = 0, []  # iterations in the last checkpoint, last 100 returns of this process
     version = 0  # updates that took place
+    if RANK == 0:
+        run_lock = lock(run_dir)  # noqa: F841  train() holds it until it returns
     if args.resume:
-        run_lock = lock(run_dir) if RANK == 0 else None  # before the checkpoint is read
         checkpoint = load_checkpoint(args.resume, parts, ("iteration", "last_returns", "version"))
         saved, last_returns = checkpoint["iteration"], checkpoint["last_returns"]
         if over_processes("MAX", saved) != saved:
@@ -699,16 +651,16 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
         optimizer.param_groups[0]["lr"] = lr  # not the checkpoint's
     first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
     if RANK == 0:
-        run_lock, writer, bar = start_logging(args, run_dir, first_step)
-        print(run_dir)
+        writer, bar = start_logging(args, run_dir, first_step)
 
     @torch.enable_grad()
-    def update(batch: dict[str, Tensor], clip: Tensor, weight: float) -> dict[str, Tensor]:
-        # differs from ppo.py: a process weighs its gradient by its share of the samples
+    def update(batch: dict[str, Tensor], clip: Tensor) -> dict[str, Tensor]:
+        # differs from ppo.py: processes may have kept different numbers of segments
         loss, info = ppo_loss(agent, batch, clip, args)
         loss.backward()
-        if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients
-            torch.distributed.all_reduce(flat.grad.mul_(weight))
+        if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients, averaged over samples
+            size = len(batch["obs"])
+            torch.distributed.all_reduce(flat.grad.mul_(size / over_processes("SUM", size)))
         norm = flat.grad.norm()  # detail 11: clipping of the global gradient norm
         flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
         optimizer.step()
@@ -724,54 +676,54 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
     actors.start(agent, version, args.seed + first_step + RANK * args.num_envs // WORLD_SIZE)
     held = deque(collect(actors) for _ in range(args.artificial_delay))
     for iteration in range(first_iteration, args.num_iterations):
+        # No more time for an actor that hangs: the process ends and shows where, though other actors go on.
+        if time.monotonic() - min(actor.began for actor in actors.members) < args.stall_seconds:
+            faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
         # Each iteration has a seed of its own, so no random state is saved. Python salts no hash of integers.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
-        frac = 1 - version / args.num_iterations  # detail 4: learning rate annealing, by versions
-        optimizer.param_groups[0]["lr"].fill_(args.learning_rate * (frac if args.anneal_lr else 1))
+        frac = 1 - version / args.num_iterations  # only an update is progress
+        lr.fill_(args.learning_rate * (frac if args.anneal_lr else 1))  # detail 4: learning rate annealing
         clip.fill_(args.clip_coef * (frac if args.anneal_clip else 1))  # auxiliary detail 1: clip annealing
         step, losses = (iteration + 1) * args.batch_size, {}
         ages, clipped = [], []  # staleness of each sample that is trained on, and whether it was clipped
 
         # 1. segments
         held.append(collect(actors))
-        data, versions, ended = held.popleft()
+        data, ended = held.popleft()
         begin = iteration * args.batch_size
         episodes = [(begin + t * args.batch_unrolls, episode) for t, episode in ended]
         episodes.sort(key=lambda episode: episode[0])
-        staleness = version - versions
-        kept = staleness <= (np.inf if args.max_staleness is None else args.max_staleness)
-        is_any_without = over_processes("MAX", not kept.any())
-        if is_any_without:  # if a process has nothing to train on, none trains
+        staleness = version - data["versions"]
+        kept = staleness[0] <= (np.inf if args.max_staleness is None else args.max_staleness)
+        if over_processes("MAX", not kept.any()):  # if a process has nothing to train on, none trains
             kept[:] = False
-        if not kept.all():
-            data = {name: x[:, kept] for name, x in data.items()}
+        data = {name: x[:, kept] for name, x in data.items()}
 
         # 2. advantages
         values, obs = data["values"], torch.as_tensor(data["obs"], device=args.device)
-        if args.gae_on_learner and kept.any():
+        if args.gae_on_learner:
             values = agent(obs.flatten(0, 1))[1].view(values.shape).cpu().numpy()
-        rewards = np.sign(data["rewards"]) if is_atari else data["rewards"]  # detail 19: reward clipping
-        rewards = rewards + beyond_time_limits(agent, data["cuts"], args)  # by the newest values
+        rewards = data["rewards"]
+        if isinstance(actors.envs, AtariVectorEnv):
+            rewards = np.sign(rewards)  # detail 19: reward clipping
+        rewards = rewards + beyond_time_limits(agent, data["final_obs"], args)  # by the newest values
         advantages = compute_gae(rewards, values[:-1], data["dones"], values[-1], args.gamma, args.gae_lambda)
-        batch = dict(actions=data["actions"], logprobs=data["logprobs"], values=values[:-1])
+        batch = dict(obs=obs[:-1], actions=data["actions"], logprobs=data["logprobs"], values=values[:-1])
         batch |= dict(advantages=advantages, returns=advantages + values[:-1])
-        batch["staleness"] = np.tile(staleness[kept], (args.num_steps, 1))
-        batch = {name: torch.as_tensor(x, device=args.device) for name, x in batch.items()}
-        batch["obs"] = obs[:-1]
-        batch = {name: x.flatten(0, 1) for name, x in batch.items()}  # (T, B, ...) -> (T * B, ...)
-        if args.decoupled and kept.any():
+        batch["staleness"] = version - data["versions"]
+        # (T, B, ...) -> (T * B, ...)
+        batch = {name: torch.as_tensor(x, device=args.device).flatten(0, 1) for name, x in batch.items()}
+        if args.decoupled:
             batch["recent_logprobs"] = agent(batch["obs"])[0].log_prob(batch["actions"])
 
         # 3. update
-        num_samples, num_passes = len(batch["obs"]), math.ceil(args.sample_reuse) if kept.any() else 0
-        for k in range(num_passes):
+        num_samples, passes = len(batch["obs"]), math.ceil(args.sample_reuse) if kept.any() else 0
+        for k in range(passes):
             share = min(1.0, args.sample_reuse - k)  # the last pass may be over a random part
             shuffled = torch.randperm(num_samples, device=args.device)  # detail 6: shuffled minibatches
             for indices in shuffled[: round(share * num_samples)].tensor_split(args.num_minibatches):
                 minibatch = {name: x[indices] for name, x in batch.items()}
-                # Processes that kept different numbers of segments weigh their gradients by samples.
-                weight = len(indices) / over_processes("SUM", len(indices))
-                losses = update(minibatch, clip, weight)
+                losses = update(minibatch, clip)
                 ages.append(minibatch["staleness"])
                 clipped.append(losses.pop("clipped"))
             if args.target_kl is not None:  # auxiliary detail 3: early stopping
@@ -792,9 +744,9 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
             scalars["losses/clipfrac"] = torch.cat(clipped).float().mean().item()
             explained = 1 - (batch["advantages"].var() / batch["returns"].var()).item()
             scalars["losses/explained_variance"] = explained
-        scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
+        scalars["charts/learning_rate"] = lr.item()
         scalars["charts/SPS"] = (step - first_step) / (time.time() - start)
-        scalars |= actors.rates(1, int(over_processes("SUM", sum(map(len, ages)))))
+        scalars |= actors.rates(over_processes("SUM", sum(map(len, ages))) / args.batch_size)
         scalars["staleness/dropped"] = over_processes("SUM", (~kept).mean()) / WORLD_SIZE
         scalars["charts/dropped_SPS"] = scalars["staleness/dropped"] * scalars["charts/collected_SPS"]
         last_returns = (last_returns + [x["charts/episodic_return"] for _, x in episodes])[-100:]
@@ -805,21 +757,18 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
             log(writer, step, scalars)
             if losses:
                 writer.add_histogram("staleness/versions", torch.cat(ages), step)
-            status = f"return {np.mean(last_returns or 0):.1f}, staleness {staleness.mean():.1f}, "
+            status = f"return {np.mean(last_returns or np.nan):.1f}, staleness {staleness.mean():.1f}, "
             status += f"learner waits {scalars['charts/learner_wait']:.0%}, "
             status += f"actor waits {scalars['charts/actor_wait']:.0%}"
             bar.set_postfix_str(status, refresh=False)
             bar.update(step - bar.n)
             if signum or (iteration + 1) % args.save_every == 0 or iteration + 1 == args.num_iterations:
-                saved, numbers = iteration + 1, dict(last_returns=last_returns, version=version)
+                saved = iteration + 1
                 writer.flush()
-                save_checkpoint(run_dir, args, parts, iteration=saved, **numbers)
+                numbers = dict(iteration=saved, last_returns=last_returns, version=version)
+                save_checkpoint(run_dir, args, parts, **numbers)
         if signum:
             sys.exit(128 + signum)
-    if RANK == 0:
-        bar.close()
-        writer.close()
-        run_lock.release(force=True)
     return run_dir
 
 
@@ -853,34 +802,6 @@ def over_processes(operation: str, x: float | Tensor) -> float:
     return x.item()
 
 
-class StallLimit:
-    """Ends the process, and shows where it hangs, if a block within it lasts too long, suspended or not.
-
-    So does a suspension of the process, anywhere, of three times as long.
-    """
-
-    def __init__(self, env_id: str, seconds: int):
-        self.seconds, self.began = seconds, np.inf
-        self.message = f"{SCRIPT}.py: error: {env_id}: a step or reset takes longer than {seconds} s"
-        threading.Thread(target=self.look, daemon=True).start()
-
-    def __enter__(self):
-        self.began = time.monotonic()
-
-    def __exit__(self, *_):
-        self.began = np.inf
-
-    def look(self):
-        while time.monotonic() - self.began < self.seconds:
-            # If C code keeps Python's lock, this thread cannot look. Then faulthandler's timer, which needs
-            # no lock and is set anew each second, ends the process.
-            faulthandler.dump_traceback_later(3 * self.seconds, exit=True, file=2)
-            time.sleep(1)
-        faulthandler.dump_traceback(file=2)
-        print(self.message, file=sys.stderr)
-        os._exit(1)
-
-
 # === Evaluation ==============================================================================
 
 
@@ -889,7 +810,8 @@ def evaluate(args: Args) -> list[float]:
     # differs from ppo.py: a group of one environment
     """Returns of full episodes of a run's agent, which samples its actions as in training."""
     torch.manual_seed(args.seed)
-    group, returns = Group(args, 1, Path(args.evaluate) / "videos" if args.capture_video else None), []
+    video_dir = Path(args.evaluate) / "videos" if args.capture_video else None
+    group, returns = Group(args, 1, video_dir), []
     group.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # no seed of training
     agent = Agent(group.envs, args).to(args.device)
     load_checkpoint(args.evaluate, dict(agent=agent))
@@ -907,55 +829,44 @@ def evaluate(args: Args) -> list[float]:
 # === Logs and checkpoints ====================================================================
 
 
-def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[FileLock, SummaryWriter, tqdm]:
-    """The lock of the run folder, TensorBoard's writer and a progress bar; Weights & Biases with --track."""
+def lock(run_dir: Path) -> FileLock:
+    """Refuses a run folder in which another process trains. The lock ends with train() or its process."""
+    run_lock = FileLock(run_dir / "lock", is_singleton=True)  # a notebook may resume after an exception
     try:
-        if args.track:  # first: a new run gets no folder if W&B fails
-            start_tracking(args, run_dir)
-        writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
-        run_lock = lock(run_dir)
+        run_lock.acquire(blocking=False)
     except OSError as error:
-        fail(f"{run_dir}: {error}")
+        fail(f"{run_dir} cannot be locked, another process may train there: {error}")
+    return run_lock
+
+
+def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[SummaryWriter, tqdm]:
+    """TensorBoard's writer and a progress bar. With --track, Weights & Biases gets what TensorBoard gets."""
+    if args.track:
+        import wandb
+
+        config = asdict(args) | dict(exp_name=SCRIPT)  # CleanRL's reports group runs by exp_name
+        try:
+            wandb.init(
+                project=args.wandb_project_name, entity=args.wandb_entity, config=config,
+                id=run_dir.name, name=run_dir.name, resume="allow", sync_tensorboard=True,
+                group=f"{args.env_id}__{SCRIPT}", tags=[SCRIPT, args.env_id[:64]],
+                settings=dict(init_timeout=10, reinit="finish_previous"),  # seconds; a run for each train()
+            )  # fmt: skip
+        except wandb.Error as error:
+            fail(f"--track: {error}")
+    writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
     atexit.register(writer.close)  # writes the last logs after an exception, too
     writer.add_text("args", "\n".join(f"    {name}: {x}" for name, x in asdict(args).items()))
     style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
     total = args.num_iterations * args.batch_size
-    return run_lock, writer, tqdm(total=total, initial=first_step, unit="step", unit_scale=True, **style)
-
-
-def lock(run_dir: Path) -> FileLock:
-    """Refuses a run folder in which another process trains. The lock ends with the process that holds it."""
-    run_lock = FileLock(run_dir / "lock", is_singleton=True)
-    try:
-        run_lock.acquire(timeout=0)
-    except Timeout:
-        fail(f"another process trains in {run_dir}")
-    except OSError as error:
-        fail(f"{run_dir}: {error}")
-    return run_lock
-
-
-def start_tracking(args: Args, run_dir: Path):
-    """Sends what TensorBoard is given to Weights & Biases; a resumed run goes on as the same run there."""
-    try:
-        import wandb
-    except ImportError as error:
-        fail(f"--track: {error}; pip install wandb")
-    config = asdict(args) | dict(exp_name=SCRIPT)  # CleanRL's reports group runs by exp_name
-    try:
-        wandb.init(
-            project=args.wandb_project_name, entity=args.wandb_entity, id=run_dir.name, name=run_dir.name,
-            group=f"{args.env_id}__{SCRIPT}", tags=[SCRIPT, args.env_id[:64]], config=config, resume="allow",
-            sync_tensorboard=True, settings=dict(init_timeout=10),  # seconds; W&B's own limit is 90
-        )  # fmt: skip
-    except wandb.Error as error:
-        fail(f"--track: {error}")
+    print(run_dir)
+    return writer, tqdm(total=total, initial=first_step, unit="step", unit_scale=True, **style)
 
 
 def log(writer: SummaryWriter, step: int, scalars: dict[str, float]):
-    """Writes scalars in one event, in a fifth of add_scalar's time, without NaN and infinity."""
-    finite = [Summary.Value(tag=name, simple_value=x) for name, x in scalars.items() if np.isfinite(x)]
-    writer.file_writer.add_summary(Summary(value=finite), step)
+    for name, x in scalars.items():
+        if np.isfinite(x):
+            writer.add_scalar(name, x, step)
 
 
 def save_checkpoint(run_dir: Path, args: Args, parts: dict, **numbers):
@@ -986,24 +897,38 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[s
 # === Main ====================================================================================
 
 
-def stop_at_signals() -> list[int]:
-    """A list to which SIGINT and SIGTERM are appended. If one comes again, it ends the process at once."""
-    stop = []
+def parse_args() -> Args:
+    # differs from ppo.py: what a batch has is a flag of its own
+    """The command line. A run that is resumed or evaluated brings its own arguments as defaults."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume", "--evaluate", dest="run_dir")
+    run_dir = parser.parse_known_args()[0].run_dir
+    saved = tyro.MISSING_NONPROP if run_dir is None else load_checkpoint(run_dir)["args"]
+    args = tyro.cli(Args, default=saved)
+    for name in ("env_id", "seed", "num_envs", "num_steps", "batch_unrolls"):
+        if args.resume and getattr(args, name) != getattr(saved, name):
+            fail(f"--resume cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
+    if args.device == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
+        fail(f"--device cuda: PyTorch finds {torch.cuda.device_count() or 'no'} GPU; each process needs one")
+    wandb = find_spec("wandb")  # it finds the folder wandb, in which W&B keeps its runs, too
+    if args.track and not args.evaluate and (wandb is None or wandb.origin is None):
+        fail("--track: pip install wandb")
+    return args
 
-    def append(signum: int, _):
+
+if __name__ == "__main__":
+    args, stop = parse_args(), []
+
+    def finish(signum: int, _):
+        """The first signal ends the run after its iteration, the same one again at once."""
         print("stopping after this iteration", file=sys.stderr)
         stop.append(signum)
         signal.signal(signum, signal.SIG_DFL)
 
-    signal.signal(signal.SIGINT, append)
-    signal.signal(signal.SIGTERM, append)
-    return stop
-
-
-if __name__ == "__main__":
-    args = parse_args()
     if args.evaluate:
         returns = evaluate(args)
         print(f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes")
     else:
-        train(args, stop_at_signals())
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, finish)
+        train(args, stop)

@@ -1,12 +1,14 @@
-"""Whether a script trains as it did in another build: the same episodes and losses, bit for bit.
+"""Whether scripts train as they did in other builds: the same episodes and losses, bit for bit.
 
-    python benchmark/same.py 3d9e99a ppo --total-timesteps 20000
-    python benchmark/same.py f90e744 impala_vtrace --env-id CartPole-v1 --sync --total-timesteps 20000
+    python benchmark/same.py 3d9e99a ppo --total-timesteps 20000     # a commit, a script and its flags
+    python benchmark/same.py recorded --total-timesteps 20000        # builds and scripts of the results
 
-The build is a commit, such as runs.csv names. Both versions run with the same flags in temporary folders, and
-all that they log is compared, except rates and times. Exit code 0 if they agree, 1 if not.
+Both versions run with the same flags in temporary folders, and all that they log is compared, except rates
+and times. `recorded` takes one run of each suite, script, task and commit that runs.csv names, with the flags
+of its command; actors act in turn there (--sync). Exit code 0 if all agree, 1 if not.
 """
 
+import csv
 import os
 import subprocess
 import sys
@@ -19,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmark.cli import fail  # noqa: E402
 
-OF_TIME = ("SPS", "wait", "queue_fill", "seconds")  # parts of the names of what depends on the machine's speed
+OF_TIME = ("SPS", "wait", "queue_fill", "seconds")  # parts of the names of what depends on the speed
 
 
 def source_of(build: str, script: str) -> str:
@@ -46,18 +48,40 @@ def logged(source: str, script: str, flags: list[str]) -> dict[str, list[tuple[i
         return {tag: [(e.step, repr(e.value)) for e in events.Scalars(tag)] for tag in tags}
 
 
-def main():
-    if len(sys.argv) < 3 or sys.argv[1].startswith("-"):
-        fail("give a commit and a script, then the script's flags, such as: 3d9e99a ppo --total-timesteps 20000")
-    build, script, flags = sys.argv[1], sys.argv[2].removesuffix(".py"), sys.argv[3:]
+def agrees(build: str, script: str, flags: list[str]) -> bool:
+    """Compares a script with itself in a commit, and prints what came out."""
     before = logged(source_of(build, script), script, flags)
     now = logged((ROOT / f"{script}.py").read_text(), script, flags)
     different = sorted(tag for tag in before.keys() | now.keys() if before.get(tag) != now.get(tag))
+    verdict = f"differs in {', '.join(different)}" if different else "the same"
     values = sum(map(len, now.values()))
-    if different:
-        print(f"{script}.py trains otherwise than in {build}: {', '.join(different)}")
-        sys.exit(1)
-    print(f"{script}.py trains as in {build}: {values} values of {len(now)} logs are the same, bit for bit")
+    print(f"{build} {script}.py {' '.join(flags)}: {values} values, {verdict}", flush=True)
+    return not different
+
+
+def recorded(results: Path) -> list[tuple[str, str, list[str]]]:
+    """Commit, script and flags of one run of each suite, script, task and commit."""
+    found = {}
+    for table in sorted(results.glob("*/runs.csv")):
+        for row in csv.DictReader(table.open(newline="")):
+            key = (table.parent.name, row["script"], row["env_id"], row["commit"])
+            flags = row["command"].split()[2:]
+            if row["script"] in ("impala_vtrace", "ppo_async"):
+                flags = [flag for flag in flags if flag != "--sync"] + ["--sync"]
+            if row["machine"] and "|" not in row["commit"]:  # others' builds are not known, or several
+                found.setdefault(key, (row["commit"], row["script"], flags))
+    return list(found.values())
+
+
+def main():
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-") or len(sys.argv) == 2 and sys.argv[1] != "recorded":
+        fail("give a commit, a script and its flags, such as: 3d9e99a ppo --total-timesteps 20000")
+    if sys.argv[1] == "recorded":
+        runs = [(*run, [*flags, *sys.argv[2:]]) for *run, flags in recorded(ROOT / "benchmark/results")]
+    else:
+        runs = [(sys.argv[1], sys.argv[2].removesuffix(".py"), sys.argv[3:])]
+    results = [agrees(*run) for run in runs]
+    sys.exit(0 if all(results) else 1)
 
 
 if __name__ == "__main__":

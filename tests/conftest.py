@@ -38,7 +38,7 @@ test_benchmark.py::test_a_run_of test_benchmark.py::test_a_run_without test_benc
 test_benchmark.py::test_a_worse
 test_benchmark.py::test_a_wrong test_benchmark.py::test_disco test_benchmark.py::test_help
 test_benchmark.py::test_mistakes_of_compare test_benchmark.py::test_other test_benchmark.py::test_run
-test_benchmark.py::test_staleness test_benchmark.py::test_stop
+test_benchmark.py::test_same_finds test_benchmark.py::test_staleness test_benchmark.py::test_stop
 test_contract.py::test_atari_evaluation test_contract.py::test_camera test_contract.py::test_checkpoint
 test_contract.py::test_compile test_contract.py::test_copy test_contract.py::test_evaluation
 test_contract.py::test_flags_change test_contract.py::test_killed test_contract.py::test_nothing

@@ -33,9 +33,10 @@ def record(self, agent, version):
 
 def age(actors):
     """Of 8 segments, those of environments 5, 6 and 7 are 100 versions older."""
-    data, versions, episodes = collect(actors)
-    environment = script.RANK * len(versions) + np.arange(len(versions))
-    return data, versions - 100 * (environment >= 5), episodes
+    data, episodes = collect(actors)
+    size = data["versions"].shape[1]
+    environment = script.RANK * size + np.arange(size)
+    return data | dict(versions=data["versions"] - 100 * (environment >= 5)), episodes
 
 
 script.Actors.publish = record

@@ -34,11 +34,11 @@ def segments(args, count=2, seed=1):
     actor = Actor(args)
     agent = Agent(actor.groups[0].envs, args)
     actor.reset(seed=1)
-    return [segments for version in range(count) for segments in actor.collect(agent, version)], agent
+    return [segments for version in range(count) for segments in actor.unroll(agent, version)], agent
 
 
 def tensors(unrolls):
-    return {name: torch.from_numpy(x) for name, x in unrolls.data.items() if name != "cuts"}
+    return {name: torch.from_numpy(x) for name, x in unrolls.data.items() if name != "final_obs"}
 
 
 @pytest.mark.parametrize("env_id", ["Count-v0", "PongNoFrameskip-v4"])
@@ -76,9 +76,9 @@ def test_in_turn_it_is_the_update_of_ppo_atari(monkeypatch):
     collect = ppo_async.collect
 
     def spy(actors):
-        seen["data"], versions, ended = collect(actors)
+        seen["data"], ended = collect(actors)
         seen["data"]["rewards"][2] = 7  # to be clipped
-        return seen["data"], versions, ended
+        return seen["data"], ended
 
     made, original = [], Agent.__init__
     monkeypatch.setattr(Agent, "__init__", lambda self, *x: (original(self, *x), made.append(self))[0])
@@ -89,10 +89,9 @@ def test_in_turn_it_is_the_update_of_ppo_atari(monkeypatch):
 
     class Replayed:  # of the rollout that ppo_async.py saw
         num_envs, t = 4, 0
-        single_observation_space = ppo_async.make_env(
-            Args(**flags, batch_unrolls=4), 1
-        ).single_observation_space
-        single_action_space = ppo_async.make_env(Args(**flags, batch_unrolls=4), 1).single_action_space
+        envs = ppo_async.make_env(Args(**flags, batch_unrolls=4), 1)
+        single_observation_space = envs.single_observation_space
+        single_action_space = envs.single_action_space
 
         def reset(self, seed):
             return data["obs"][0], {}
@@ -157,7 +156,7 @@ def test_held_back_segments_are_the_older_ones(monkeypatch):
     )
     ppo_async.train(small(env_id="CartPole-v1", artificial_delay=2, num_minibatches=1))
     assert len(collected) == 12 and len(trained) == 10
-    for (data, _, _), batch in zip(collected, trained, strict=False):
+    for (data, _), batch in zip(collected, trained, strict=False):
         seen = torch.from_numpy(data["logprobs"]).flatten()
         assert torch.equal(batch["logprobs"].sort()[0], seen.sort()[0])
 
@@ -354,7 +353,7 @@ def test_time_limit_is_valued_by_the_optimizer_on_demand(flags, monkeypatch):
     ppo_async.train(small(env_id="Cut-v0", bootstrap_truncated=True, **flags))
     assert len(checked) == 10 and np.ptp(checked) > 0.1  # of an agent that learns
     (unrolls, _), _ = segments(small(env_id="Cut-v0"), count=1)
-    assert unrolls.data["cuts"].tolist() == [[(), ()]]
+    assert all(obs is None for obs in unrolls.data["final_obs"].flat)
 
 
 @pytest.mark.parametrize(

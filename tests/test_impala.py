@@ -43,11 +43,11 @@ def inputs(T=6, N=3, scale=1.0, done=0.2, seed=0):
     return behavior, target, rewards, discounts, values, torch.from_numpy(rng.normal(size=N))
 
 
-def by_definition(behavior, target, rewards, discounts, values, last, rho_bar, c_bar, pg_rho_bar, lam):
+def by_definition(behavior, target, rewards, discounts, values, last, rho_bar, c_bar, lam):
     """Equation 1: v_s = V(x_s) + sum over t >= s of gamma^(t-s) (product of c_i, s <= i < t) delta_t."""
     T, N = rewards.shape
     ratio = np.exp((target - behavior).numpy())
-    rho, c, pg_rho = (np.minimum(ratio, bar) for bar in (rho_bar, c_bar, pg_rho_bar))
+    rho, c = (np.minimum(ratio, bar) for bar in (rho_bar, c_bar))
     r, g, V = rewards.numpy(), discounts.numpy(), np.vstack((values.numpy(), last.numpy()))
     vs, advantages = np.vstack((V[:-1], V[-1:])), np.zeros((T, N))
     for n in range(N):
@@ -56,23 +56,27 @@ def by_definition(behavior, target, rewards, discounts, values, last, rho_bar, c
                 weight = np.prod([g[i, n] * lam * c[i, n] for i in range(s, t)])
                 vs[s, n] += weight * rho[t, n] * (r[t, n] + g[t, n] * V[t + 1, n] - V[t, n])
         for s in range(T):
-            advantages[s, n] = pg_rho[s, n] * (r[s, n] + g[s, n] * vs[s + 1, n] - V[s, n])
+            advantages[s, n] = rho[s, n] * (r[s, n] + g[s, n] * vs[s + 1, n] - V[s, n])
     return vs[:-1], advantages
 
 
-@pytest.mark.parametrize(
-    "bars", [(1.0, 1.0, 1.0, 1.0), (2.0, 0.5, 1.5, 0.9), (INF, INF, INF, 1.0), (1.0, INF, 3.0, 0.0)]
-)
+def of_logprobs(behavior, target, *x):
+    """V-trace by default without shortened traces, clipped at 1."""
+    bars = x[4:] or (1.0, 1.0, 1.0)
+    return vtrace((target - behavior).exp(), *x[:4], *bars)
+
+
+@pytest.mark.parametrize("bars", [(1.0, 1.0, 1.0), (2.0, 0.5, 0.9), (INF, INF, 1.0), (1.0, INF, 0.0)])
 @pytest.mark.parametrize("T", [1, 2, 7])
 def test_vtrace_is_equation_1(bars, T):
     x = inputs(T)
-    for ours, theirs in zip(vtrace(*x, *bars), by_definition(*x, *bars), strict=True):
+    for ours, theirs in zip(of_logprobs(*x, *bars), by_definition(*x, *bars), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_vtrace_on_policy_is_the_n_step_return():
     _, target, rewards, discounts, values, last = inputs(done=0)
-    vs, advantages = vtrace(target, target, rewards, discounts, values, last)
+    vs, advantages = of_logprobs(target, target, rewards, discounts, values, last)
     value = last
     for t in reversed(range(len(rewards))):
         value = rewards[t] + discounts[t] * value
@@ -82,10 +86,9 @@ def test_vtrace_on_policy_is_the_n_step_return():
 
 def test_vtrace_by_hand():
     """Two steps with ratios 2 and 1/2: deltas 1 (1 + .9 * 2 - 1) = 1.8 and .5 (0 + .9 * 4 - 2) = .8."""
-    ratio = torch.tensor([[2.0], [0.5]]).log()
-    x = dict(rewards=torch.tensor([[1.0], [0.0]]), discounts=torch.full((2, 1), 0.9))
-    x |= dict(values=torch.tensor([[1.0], [2.0]]), bootstrap_value=torch.tensor([4.0]))
-    vs, advantages = vtrace(torch.zeros(2, 1), ratio, **x)
+    ratio, rewards = torch.tensor([[2.0], [0.5]]), torch.tensor([[1.0], [0.0]])
+    values, last = torch.tensor([[1.0], [2.0]]), torch.tensor([4.0])
+    vs, advantages = vtrace(ratio, rewards, torch.full((2, 1), 0.9), values, last, 1.0, 1.0, 1.0)
     torch.testing.assert_close(vs, torch.tensor([[1 + 1.8 + 0.9 * 0.8], [2.8]]))
     torch.testing.assert_close(advantages, torch.tensor([[1 + 0.9 * 2.8 - 1], [0.5 * (0.9 * 4 - 2)]]))
 
@@ -93,18 +96,18 @@ def test_vtrace_by_hand():
 def test_vtrace_does_not_see_beyond_the_end_of_an_episode():
     x = list(inputs(T=5, done=0))
     x[3][2] = 0  # step 2 ends an episode in every environment
-    before = vtrace(*x)
+    before = of_logprobs(*x)
     for k in (2, 4):  # rewards and values of the next episode
         x[k] = x[k].clone()
         x[k][3:] += 100
-    for ours, theirs in zip(vtrace(*x), before, strict=True):
+    for ours, theirs in zip(of_logprobs(*x), before, strict=True):
         assert torch.equal(ours[:3], theirs[:3]) and not torch.equal(ours[3:], theirs[3:])
 
 
 def test_vtrace_survives_large_ratios_and_has_no_gradient():
     behavior, target, *rest = inputs(scale=1e3)
     rest[2].requires_grad_()
-    results = vtrace(behavior, target, *rest)
+    results = of_logprobs(behavior, target, *rest)
     assert all(x.isfinite().all() and not x.requires_grad for x in results)
 
 
@@ -148,7 +151,7 @@ def collected(args, count=4):
 
 def tensors(unrolls):
     """As the learner has them, with nothing beyond time limits."""
-    data = {name: torch.from_numpy(x.copy()) for name, x in unrolls.data.items() if name != "cuts"}
+    data = {name: torch.from_numpy(x.copy()) for name, x in unrolls.data.items() if name != "final_obs"}
     return data | dict(bootstraps=torch.zeros_like(data["last_rewards"]))
 
 
@@ -221,12 +224,12 @@ def test_time_limit_is_valued_by_the_learner_on_demand(lstm):
     args = small(env_id="Cut-v0", bootstrap_truncated=True, lstm=lstm, num_steps=10)
     found, _ = collected(args)
     for unrolls in found[:2]:  # cut at rows 4 and 8; at 2, 6 and 10
-        cuts, data = unrolls.data["cuts"], tensors(unrolls)
-        rows = [t for t, _ in cuts[0, 1]]
-        assert rows in ([4, 8], [2, 6, 10]) and all(obs[0] == 100 for _, obs in cuts[0, 1])
+        final_obs, data = unrolls.data["final_obs"], tensors(unrolls)
+        rows = [t for t in range(11) if final_obs[t, 1] is not None]
+        assert rows in ([4, 8], [2, 6, 10]) and all(final_obs[t, 1][0] == 100 for t in rows)
         today = Agent(impala_vtrace.make_env("Cut-v0", args, 1), args)  # another one than acted
         with torch.no_grad():
-            ours = impala_vtrace.beyond_time_limits(today, data, cuts, 0.9)
+            ours = impala_vtrace.beyond_time_limits(today, data, final_obs, 0.9)
             expected, state = torch.zeros_like(ours), data["state"]
             for t in range(11):  # step by step
                 row = {name: data[name][t : t + 1] for name in ("starts", "last_actions", "last_rewards")}
@@ -236,7 +239,8 @@ def test_time_limit_is_valued_by_the_learner_on_demand(lstm):
                 _, _, state = today(row | dict(obs=data["obs"][t : t + 1]), state)
         torch.testing.assert_close(ours, expected)
         assert ours.abs()[rows].min() > 0
-    assert collected(small(env_id="Cut-v0", lstm=lstm), count=1)[0][0].data["cuts"].tolist() == [[(), ()]]
+    (unrolls,), _ = collected(small(env_id="Cut-v0", lstm=lstm), count=1)
+    assert all(obs is None for obs in unrolls.data["final_obs"].flat)
 
 
 def test_replayed_time_limits_do_not_age(monkeypatch):
@@ -312,7 +316,7 @@ def test_loss_is_summed_and_made_of_its_parts():
     logprobs = dist.log_prob(batch["last_actions"].roll(-1, 0))[:-1]
     rewards = batch["last_rewards"][1:].clamp(-1, 1)
     targets = rewards, 0.99 * ~batch["starts"][1:], values[:-1], values[-1]
-    vs, advantages = vtrace(batch["logprobs"], logprobs, *targets)
+    vs, advantages = of_logprobs(batch["logprobs"], logprobs, *targets)
     entropy = -(dist.logprobs.exp() * dist.logprobs)[:-1].sum()
     expected = -(logprobs * advantages).sum() + 0.25 * ((vs - values[:-1]) ** 2).sum() - 0.01 * entropy
     loss, info = impala_loss(agent, batch, small())
@@ -332,11 +336,11 @@ def test_loss_clips_and_shortens_as_the_flags_say(flags):
         dist, values, _ = agent(batch, batch["state"])
         logprobs = dist.log_prob(batch["last_actions"].roll(-1, 0))[:-1]
     args = small(**flags)
-    bars = (args.rho_bar, args.c_bar, args.rho_bar, args.vtrace_lambda)
+    bars = (args.rho_bar, args.c_bar, args.vtrace_lambda)
     rewards, discounts = batch["last_rewards"][1:].clamp(-1, 1), 0.99 * ~batch["starts"][1:]
     targets = rewards, discounts, values[:-1], values[-1]
     losses = []
-    for used in (bars, (1.0, 1.0, 1.0, 1.0)):
+    for used in (bars, (1.0, 1.0, 1.0)):
         vs, advantages = by_definition(batch["logprobs"], logprobs, *targets, *used)
         policy_loss = -(logprobs.numpy() * advantages).mean()
         losses.append((policy_loss, 0.5 * ((vs - values[:-1].numpy()) ** 2).mean()))
@@ -431,8 +435,7 @@ def test_networks_of_figure_3():
 
 
 def test_replay_is_first_in_first_out_and_uniform():
-    like = dict(obs=np.zeros((3, 2, 1)), state=np.zeros((2, 2, 4)))
-    replay = Replay(like, 5)
+    replay = Replay(5)
     for k in range(4):  # unrolls 0 and 1, 2 and 3, ...: 3 to 7 are left
         ids = np.array([2 * k, 2 * k + 1])
         replay.add(dict(obs=np.zeros((3, 2, 1)) + ids[:, None], state=np.zeros((2, 2, 4)) - ids[:, None]))

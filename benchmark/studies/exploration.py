@@ -14,8 +14,9 @@ walls visits 29 cells, a uniform one 1.4.
 """
 
 import csv
+import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gymnasium as gym
@@ -38,7 +39,7 @@ class Peaks(torch.nn.Module):
         return torch.cat((x.amax((2, 3)), p.sum(3) @ rows, p.sum(2) @ columns), 1)
 
 
-def map_encoder(kind: str, shape: tuple[int, ...], num_features: int) -> torch.nn.Sequential:
+def map_encoder(shape: tuple[int, ...], num_features: int) -> torch.nn.Sequential:
     """Features of a map, which is larger than what MiniGrid's agents see: takes the place of encoder()."""
     relu, Conv2d = torch.nn.ReLU(inplace=True), torch.nn.Conv2d
     layers = [Conv2d(shape[0], 16, 3), relu, Conv2d(16, 32, 3, padding=1), relu, Peaks()]
@@ -64,12 +65,12 @@ def of_run(run: str, episodes: int, epsilon: float) -> tuple[list, list[tuple[in
     args, rng, found = checkpoint["args"], np.random.default_rng(0), []
     args.device = "cpu"
     torch.manual_seed(0)
-    envs = ngu_r2d2.Envs(args, 16, 1, seed=10**6)
-    agent, curiosity = ngu_r2d2.Agent(envs.envs, args), ngu_r2d2.Curiosity(envs.envs, args, 16)
+    envs = ngu_r2d2.make_env(args, 16)
+    agent, curiosity = ngu_r2d2.Agent(envs, args), ngu_r2d2.Curiosity(envs, args)
     ngu_r2d2.load_checkpoint(run, dict(agent=agent, curiosity=curiosity))
-    actor = ngu_r2d2.Actor(args, envs, agent, curiosity)
+    actor = ngu_r2d2.Actor(replace(args, num_policies=1), envs, agent, curiosity, seed=10**6)
     while len(found) < episodes:
-        mazes = [env.unwrapped for env in envs.envs.envs]
+        mazes = [env.unwrapped for env in envs.envs]
         before = [(maze.visited, maze.steps) for maze in mazes]
         arrival, _, _ = actor.step(np.full(16, epsilon), rng)
         for (visited, steps), over in zip(before, arrival["ends"], strict=True):
@@ -95,7 +96,10 @@ def main():
     ngu_r2d2.encoder = map_encoder
     if sys.argv[1:2] == ["train"]:
         del sys.argv[1]
-        ngu_r2d2.train(ngu_r2d2.parse_args(), ngu_r2d2.stop_at_signals())
+        args, stop = ngu_r2d2.parse_args(), []
+        for signum in (signal.SIGINT, signal.SIGTERM):  # which end the run after its iteration
+            signal.signal(signum, lambda signum, _: stop.append(signum))
+        ngu_r2d2.train(args, stop)
         return
     args = tyro.cli(Args)
     results = [of_run(run, args.episodes, args.epsilon) for run in args.runs] or [
