@@ -899,7 +899,7 @@ class Actor:  # differs from impala_vtrace.py: one group, epsilon-greedy, with n
 
 @contextmanager
 def stall_timer():
-    """Where each iteration sets faulthandler's timer: it does not go on after an exception, in a notebook."""
+    """Cancels faulthandler's timer when train() ends, also by an exception, so that a notebook goes on."""
     try:
         yield
     finally:

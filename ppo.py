@@ -264,7 +264,7 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args:
 
 @contextmanager
 def stall_timer():
-    """Where each iteration sets faulthandler's timer: it does not go on after an exception, in a notebook."""
+    """Cancels faulthandler's timer when train() ends, also by an exception, so that a notebook goes on."""
     try:
         yield
     finally:
