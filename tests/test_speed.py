@@ -178,3 +178,30 @@ def test_an_hour_in_seconds(tmp_path):
     assert len(memory) == 2 * soak.PARTS and min(memory) > 0 and max(memory) > 100
     done = subprocess.run([*command[:2], "pppo"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("soak.py: error: no script pppo")
+
+
+def test_cpu_time_of_two_builds(tmp_path):
+    table, flags = tmp_path / "cpu_time.csv", ["--flags=--total-timesteps 1024", "--rounds", "1"]
+    command = [sys.executable, ROOT / "benchmark/speed/cpu_time.py", "HEAD", "ppo", *flags, "--csv", table]
+    subprocess.run(command, check=True, timeout=600, capture_output=True)
+    (row,) = rows(table)
+    assert row["script"] == "ppo.py" and row["before"] == "HEAD" and row["rounds"] == "1"
+    before, now = float(row["before_s"]), float(row["now_s"])
+    assert min(before, now) > 0.5  # importing PyTorch alone takes longer
+    assert float(row["ratio"]) == pytest.approx(now / before, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "flags,message",
+    [
+        (["nosuch", "ppo"], "ppo.py of nosuch"),
+        (["HEAD", "ppp"], "ppp.py of HEAD"),
+        (["HEAD", "ppo", "--rounds", "0"], "--rounds must be"),
+        (["HEAD", "ppo", "--flags=--nosuch"], "ppo.py ended with 2"),
+    ],
+)
+def test_mistakes_of_cpu_time(flags, message):
+    command = [sys.executable, ROOT / "benchmark/speed/cpu_time.py", *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(f"cpu_time.py: error: {message}")
+    assert done.stderr.count("\n") == 1

@@ -1,25 +1,28 @@
 """How long the actors and the learner of a decoupled script hold Python's lock, in an environment step.
 
     python benchmark/speed/python_lock.py                                  # needs: pip install py-spy
-    python benchmark/speed/python_lock.py --script ppo_async --seconds 60
+    python benchmark/speed/python_lock.py --script ppo_async --flags="--num-envs 64 --batch-unrolls 64"
 
 One thread of a process holds the lock at a time, so the sum of their microseconds bounds the process's rate,
 whatever its number of cores: beyond it, more processes (torchrun) help and more actors do not. Emulators and
 PyTorch's kernels run without the lock. py-spy looks a hundred times a second at who holds it.
 """
 
+import shlex
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import tyro
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from benchmark.cli import fail  # noqa: E402
+from benchmark.run import build, machine  # noqa: E402
+from benchmark.speed.speed import append  # noqa: E402
 
 RATE = 100  # looks a second
 
@@ -28,36 +31,32 @@ RATE = 100  # looks a second
 class Args:
     script: str = "impala_vtrace"  # or ppo_async
     env_id: str = "BreakoutNoFrameskip-v4"  # task
-    seconds: int = 60  # of the run
+    flags: str = ""  # more flags for the script
+    steps: int = 40_960  # of the run: whole batches
+    csv: Path | None = None  # file to append the result to
 
 
 def main(args: Args):
     with tempfile.TemporaryDirectory() as folder:
-        spy = ["py-spy", "record", "--gil", "--rate", str(RATE), "--duration", str(args.seconds)]
-        spy += ["--format", "raw", "--output", f"{folder}/stacks", "--"]
-        script = [
-            sys.executable,
-            str(ROOT / f"{args.script}.py"),
-            "--env-id",
-            args.env_id,
-            "--save-every",
-            "10",
-        ]
+        command = ["py-spy", "record", "--gil", "--rate", str(RATE), "--format", "raw"]
+        command += ["--output", f"{folder}/stacks", "--", sys.executable, str(ROOT / f"{args.script}.py")]
+        command += ["--env-id", args.env_id, "--total-timesteps", str(args.steps), *shlex.split(args.flags)]
         try:
-            subprocess.run([*spy, *script], cwd=folder, capture_output=True, check=True)
+            subprocess.run(command, cwd=folder, capture_output=True, check=True)
         except (OSError, subprocess.CalledProcessError) as error:
             fail(f"{error}; pip install py-spy, and let it look at processes (ptrace)")
-        (run_dir,) = Path(folder, "runs").iterdir()
-        events = EventAccumulator(str(run_dir))
-        events.Reload()
-        steps = events.Scalars("charts/SPS")[-1].step
         stacks = Path(folder, "stacks").read_text().splitlines()
-    total = 0
+    held = {}  # microseconds in an environment step
     for who, function in (("actors", "Actors.run ("), ("learner", "learn (")):
         looks = sum(int(line.rpartition(" ")[2]) for line in stacks if function in line)
-        total += looks / RATE / steps
-        print(f"{who}: {1e6 * looks / RATE / steps:.0f} us of Python's lock in an environment step")
-    print(f"one process makes at most {1 / total:,.0f} steps/s ({steps} steps, {args.env_id})")
+        held[f"{who}_us"] = round(1e6 * looks / RATE / args.steps)
+        print(f"{who}: {held[f'{who}_us']} us of Python's lock in an environment step")
+    at_most = round(1e6 / sum(held.values()))
+    print(f"one process makes at most {at_most:,} steps/s ({args.env_id} {args.flags})")
+    row = dict(date=date.today(), script=f"{args.script}.py", env_id=args.env_id, flags=args.flags)
+    row |= dict(steps=args.steps) | held | dict(at_most_steps_per_s=at_most)
+    if args.csv:
+        append(args.csv, row | build() | machine())
 
 
 if __name__ == "__main__":
