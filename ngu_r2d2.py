@@ -596,7 +596,7 @@ class Curiosity(nn.Module):
         nn.ModuleList((self.embedding, self.inverse)).requires_grad_(args.train_embedding)
         self.rnd_predictor.requires_grad_(args.rnd)
         self.rnd_target.requires_grad_(False)
-        self.whitening = RunningMoments(1, *shape)
+        self.whitening = RunningMoments(1, *shape).to(memory_format=torch.channels_last)  # as what it whitens
         self.errors, self.novelties = RunningMoments(horizon=2e3 / WORLD_SIZE), RunningMoments()
         self.memory, self.remembered = np.zeros((N, args.memory_size, 32), np.float32), np.zeros(N, np.int64)
         self.acting_embedding = deepcopy(self.embedding).requires_grad_(False)
