@@ -89,10 +89,10 @@ def classic() -> list[Row]:
     return rows + [Row("ppo_shared", task, 500_000, seeds=10) for task in tasks[1:]]
 
 
-def mujoco(task: str, seeds: int) -> Row:
+def mujoco(task: str, seeds: int, flags: str = "", label: str = "") -> Row:
     scores = score("f8", f"{task}-v4") + score("f131", f"{task}-v2")
     drawn = curve("openai/baselines", "ppo2", f"{task}-v2", is_std=False)
-    return Row("ppo_continuous", f"{task}-v4", 1_000_000, (*scores, drawn), seeds=seeds)
+    return Row("ppo_continuous", f"{task}-v4", 1_000_000, (*scores, drawn), flags, label, seeds)
 
 
 def atari(script: str, game: str, stop_at: int | None, seeds: int) -> Row:
@@ -132,6 +132,7 @@ SUITES = {
     "mujoco": [
         *(mujoco(task, 10) for task in ("HalfCheetah", "Hopper", "Walker2d")),
         *(mujoco(task, 5) for task in ("InvertedPendulum", "InvertedDoublePendulum", "Reacher", "Swimmer")),
+        mujoco("InvertedDoublePendulum", 5, "--bootstrap-truncated", "bootstrapped at time limits"),
     ],
     "mujoco_11_bins": [Row("ppo_multidiscrete", "HalfCheetah-v4", 1_000_000)],
     "atari": [
