@@ -7,8 +7,9 @@
 A row has each seed's mean of its last 100 training episodes, at the last step that all seeds reached. It is
 judged beside all of its published means that have a spread, as verdict.py says. Without a word are rows of
 fewer than five seeds, rows that were cut, rows whose seeds are of an unknown build or of several, rows of
-which nothing with a spread is published, and those where a policy of random actions would not be called
-lower. With a --total-timesteps in --flags nothing is published. A row that is lower: exit code 1.
+which nothing with a spread is published, and those of tasks where random actions were not measured or
+would not be called lower. With a --total-timesteps in --flags nothing is published. A row that is lower: exit
+code 1.
 """
 
 import csv
@@ -174,7 +175,9 @@ def judge(result: Result, theirs: list[Published]) -> tuple[str, str]:
     if "unknown" in result.files or len(result.files) > 1:
         return cell, "not of one build: no word"
     random = random_returns().get(result.row.task)
-    if random is not None and verdict(ours - ours.mean() + random, with_spread)[2] != "lower":
+    if random is None:
+        return cell, "random actions not measured: no word"
+    if verdict(ours - ours.mean() + random, with_spread)[2] != "lower":
         return cell, "random actions would pass: no word"
     return cell, said
 

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from benchmark import figures  # noqa: E402
 from benchmark.cli import fail  # noqa: E402
+from benchmark.run import build, machine  # noqa: E402
 from benchmark.speed.speed import TASKS, measure  # noqa: E402
 
 LINKS = {  # processes, bytes a second each way, seconds a message: makers' figures, and rough latencies
@@ -34,7 +35,7 @@ LINKS = {  # processes, bytes a second each way, seconds a message: makers' figu
     "16 nodes, 10 Gbit/s": (16, 1.25e9, 50e-6),
 }
 HEAD = "date script env_id device cpus num_envs processes what steps_per_s rounds".split()
-HEAD += ["gradient_bytes", "update_ms"]
+HEAD += ["gradient_bytes", "update_ms", "commit", "changed", "machine", "versions"]
 
 
 @dataclass
@@ -94,7 +95,8 @@ def table(script: str, args: Args) -> list[list]:
 
     def add(num_envs: int, processes: int, what: str, rate: float, *more):
         row = [date.today(), script, env_id, args.device, os.cpu_count(), num_envs, processes, what]
-        rows.append([*row, round(rate), *more])
+        measured = (round(rate), args.rounds, *(more or ("", "")))
+        rows.append([*row, *measured, *build().values(), *machine().values()])
         where = f"{num_envs} environments, {processes} processes, {what}"
         print(f"{script}.py, {where}: {rate:.0f} steps/s", flush=True)
 
@@ -105,17 +107,16 @@ def table(script: str, args: Args) -> list[list]:
         return median(measure(*program, processes=processes)[0] for _ in range(args.rounds))
 
     for num_envs in args.envs:
-        add(num_envs, 1, "environments", rate_of(num_envs, 1), args.rounds)
+        add(num_envs, 1, "environments", rate_of(num_envs, 1))
     one = None
     for processes in args.processes:
         rate = rate_of(processes * defaults.num_envs, processes)
         one = rate if processes == 1 else one
-        add(processes * defaults.num_envs, processes, "processes", rate, args.rounds)
+        add(processes * defaults.num_envs, processes, "processes", rate)
     updates = defaults.update_epochs * defaults.num_minibatches
     for name, link in LINKS.items() if one else ():
         rate = expected(one, defaults.batch_size, updates, num_bytes, link)
-        more = args.rounds, num_bytes, f"{update_ms:.2f}"
-        add(link[0] * defaults.num_envs, link[0], f"expected: {name}", rate, *more)
+        add(link[0] * defaults.num_envs, link[0], f"expected: {name}", rate, num_bytes, f"{update_ms:.2f}")
     return rows
 
 
@@ -123,7 +124,7 @@ def draw(rows: list[list], path: Path):
     scripts = [*dict.fromkeys(row[1] for row in rows)]
     figure, axes = figures.panels(2 * len(scripts), columns=len(scripts), height=3.5)
     for k, script in enumerate(scripts):
-        mine = [dict(zip(HEAD, row)) for row in rows if row[1] == script]  # noqa: B905  rows may be shorter
+        mine = [dict(zip(HEAD, row, strict=True)) for row in rows if row[1] == script]
         upper, lower = axes[k], axes[k + len(scripts)]
         for ax, what, x in (upper, "environments", "num_envs"), (lower, "processes", "processes"):
             points = [(row[x], row["steps_per_s"]) for row in mine if row["what"] == what]

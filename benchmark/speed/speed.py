@@ -8,7 +8,8 @@
 Medians over the rounds, and ratios of the medians. All are timed from the end of their first iteration; only
 ours log. Memory is the peak resident memory as the kernel counts it (os.wait4: of the largest process of a
 tree, and these are one process each), so what is on a GPU is not in it. plain_ppo.py has no shared network,
-LSTM or MultiDiscrete actions, and runs on the CPU only. --flags go to sb3_ppo.py, too.
+LSTM or MultiDiscrete actions, and runs on the CPU only; stable-baselines3 has nothing like the last three
+scripts, which are timed alone. --flags go to sb3_ppo.py, too.
 """
 
 import csv
@@ -40,8 +41,13 @@ TASKS = {  # the scripts' own tasks, and steps for a run of half a minute
     "ppo_continuous": ("HalfCheetah-v4", 20_480),
     "ppo_lstm": ("BreakoutNoFrameskip-v4", 10_240),
     "ppo_multidiscrete": ("HalfCheetah-v4", 20_480),
+    "ppo_async": ("BreakoutNoFrameskip-v4", 40_960),
+    "impala_vtrace": ("BreakoutNoFrameskip-v4", 81_920),
+    "ngu_r2d2": ("MiniGrid-DoorKey-8x8-v0", 40_960),
 }
 PLAIN = ("ppo", "ppo_atari", "ppo_continuous")  # what plain_ppo.py has
+ALONE = ("ppo_async", "impala_vtrace", "ngu_r2d2")
+MORE = dict(ngu_r2d2=["--learning-starts", "1600"])  # so that it learns in most of so few steps
 
 
 @dataclass
@@ -100,8 +106,10 @@ def compare(script: str, args: Args) -> dict:
     """A row of the CSV."""
     env_id, steps = args.env_id or TASKS[script][0], args.steps or TASKS[script][1]
     flags = ["--env-id", env_id, "--total-timesteps", str(steps), "--device", args.device]
-    flags += shlex.split(args.flags)
-    programs = {"": (f"{script}.py", *flags), "sb3_": ("benchmark/speed/sb3_ppo.py", script, *flags)}
+    flags += [*MORE.get(script, ()), *shlex.split(args.flags)]
+    programs = {"": (f"{script}.py", *flags)}
+    if script not in ALONE:
+        programs["sb3_"] = ("benchmark/speed/sb3_ppo.py", script, *flags)
     if script in PLAIN and args.device == "cpu":
         programs["plain_"] = ("benchmark/speed/plain_ppo.py", env_id, str(steps))
     runs = {name: [] for name in programs}
@@ -121,7 +129,7 @@ def compare(script: str, args: Args) -> dict:
     row = dict(date=date.today(), script=f"{script}.py", env_id=env_id, flags=args.flags, steps=steps)
     row |= dict(rounds=args.rounds, steps_per_s=rates[""], plain_steps_per_s=rates.get("plain_"))
     row |= dict(ratio=ratios.get("plain_"), cpus=os.cpu_count(), torch=version("torch"))
-    row |= dict(sb3_steps_per_s=rates["sb3_"], sb3_ratio=ratios["sb3_"])
+    row |= dict(sb3_steps_per_s=rates.get("sb3_"), sb3_ratio=ratios.get("sb3_"))
     row |= {f"{name}peak_mb": peaks.get(name) for name in ("", "sb3_", "plain_")}
     return row | dict(device=args.device) | build() | machine()
 
@@ -133,7 +141,7 @@ def main():
         fail(f"no script {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}")
     if not scripts:
         fail(f"name scripts or give --all; there are {', '.join(TASKS)}")
-    if not importlib.util.find_spec("sb3_contrib"):
+    if set(scripts) - set(ALONE) and not importlib.util.find_spec("sb3_contrib"):
         fail("stable-baselines3 is missing: pip install sb3-contrib")
     for script in scripts:
         row = compare(script, args)

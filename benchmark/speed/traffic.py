@@ -4,7 +4,7 @@
     python benchmark/speed/traffic.py ppo_atari
 
 Two processes run each script for three iterations or more, and all calls of all_reduce() count. In a ring of
-n processes each sends 2 (n - 1) / n of these bytes, whatever n is.
+n processes each sends 2 (n - 1) / n of these bytes, whatever n is. Steps before a script learns do not count.
 """
 
 import csv
@@ -13,6 +13,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from benchmark.cli import fail  # noqa: E402
+from benchmark.run import build, machine  # noqa: E402
 
 SCRIPTS = {  # environment steps of a run that learns
     "ppo": 1536,
@@ -34,6 +36,7 @@ SCRIPTS = {  # environment steps of a run that learns
 }
 FLAGS = dict(ppo_continuous=["--num-envs", "2"], ppo_multidiscrete=["--num-envs", "2"])
 FLAGS |= dict(ngu_r2d2=["--learning-starts", "3200"])
+BEFORE = dict(ngu_r2d2=3200)  # steps before a script learns
 
 
 def count(script: str, *flags: str):
@@ -62,6 +65,7 @@ def measure(script: str) -> tuple[float, float]:
         sys.exit(done.stderr[-2000:])
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("bytes"))
     _, num_bytes, _, calls = line.split()
+    steps -= BEFORE.get(script, 0)
     return int(num_bytes) / steps, int(calls) / steps
 
 
@@ -75,10 +79,13 @@ if __name__ == "__main__":
     rows = []
     for name in names:
         num_bytes, calls = measure(name)
-        rows.append(dict(script=name, bytes_a_step=round(num_bytes), calls_a_step=round(calls, 4)))
-        print(rows[-1], flush=True)
+        row = dict(
+            date=date.today(), script=name, bytes_a_step=round(num_bytes), calls_a_step=round(calls, 4)
+        )
+        print(f"{name}.py: {row['bytes_a_step']} bytes a step, in {row['calls_a_step']} calls", flush=True)
+        rows.append(row | build() | machine())
     if not sys.argv[1:]:
         with open(ROOT / "benchmark/results/speed/traffic.csv", "w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
+            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
