@@ -2,8 +2,9 @@
 
     python benchmark/studies/random_policy.py    # writes results/random_policy.csv
 
-compare.py gives no verdict where random actions would pass. Scores of Atari's random play are those of table
-C.1 of Espeholt et al. 2018, in published/atari_random_human.csv. Gym-microRTS, which needs Java, is left out.
+compare.py gives no verdict where random actions would pass, or were not measured. Scores of Atari's random
+play are those of table C.1 of Espeholt et al. 2018, in published/atari_random_human.csv. Gym-microRTS, which
+needs Java, is left out.
 """
 
 import csv
