@@ -3,9 +3,10 @@
 An interval is Welch's, for the difference of two means, in percent of the published one, which is taken as
 exact there. It needs no equal variances and no equal numbers of runs. Where several sources published a mean,
 their intervals are so wide that all of them hold their true differences with 95 % (Bonferroni). Else the
-luckiest of many sources would judge. That is the nominal level: of so few runs, simulation gives 88 to 96 %.
-Degrees of freedom of the side with fewer runs would be safe, but find a script that is two deviations worse
-with 10 seeds against 2 sources 19 % of the time instead of 69 %. The words:
+luckiest of many sources would judge. That is the nominal level: of so few runs, and against up to four
+sources, simulation gives 88 to 98 % where returns are normal. Degrees of freedom of the side with fewer runs
+would be safe, but find a script that is two deviations worse with 10 seeds against 2 sources 19 % of the time
+instead of 69 %. The words:
 
     equal within x %    the whole interval to the highest mean is within MARGIN; x is its end farther from 0
     lower               than at least one source: its whole interval is below 0, and not within MARGIN

@@ -367,6 +367,13 @@ def test_a_curve_that_ends_early_says_where_and_judges_nothing(monkeypatch):
     assert (beyond.mean, beyond.error, beyond.by) == (18, None, "they, at 0.6M")
 
 
+def test_no_word_where_random_actions_were_not_measured():
+    """As of Gym-microRTS: they might pass."""
+    targets = (Target("they", "Unknown-v0", 490.0, 6.0, 3),)
+    row = Row("ppo", "Unknown-v0", 500_000, targets)
+    assert verdict(result(0.8 * TEN, row=row))[1] == "random actions not measured: no word"
+
+
 def test_published_means_with_a_spread_judge():
     targets = [Target("low", "CartPole-v1", 300.0, 6.0, 3), Target("high", "CartPole-v1", 490.0, 6.0, 3)]
     targets.append(Target("single", "CartPole-v1", 500.0, runs=1))
@@ -719,6 +726,17 @@ def test_speeds_of_the_page():
         row = newest[f"{name}.py", flags]
         figures = [" / ".join(row[x] for x in kind if row[x]) for kind in kinds]
         assert [task, ratio] == [row["env_id"], row["ratio"]] and [speeds, memory] == figures, name
+
+
+def test_traffic_of_the_page():
+    """docs/distributed.md has what traffic.csv has, for every script."""
+    page = (ROOT / "docs/distributed.md").read_text()
+    found = re.findall(r"^\| `(\w+)\.py`.* \| ([\d,]+) \| (\d+) \|$", page, re.MULTILINE)
+    measured = {row["script"]: row for row in rows(RESULTS / "speed/traffic.csv")}
+    assert {name for name, *_ in found} == measured.keys() == SCRIPTS.keys() | OTHERS.keys()
+    for name, num_bytes, steps in found:
+        assert num_bytes.replace(",", "") == measured[name]["bytes_a_step"]
+        assert int(steps) == round(1 / float(measured[name]["calls_a_step"])), name
 
 
 def test_the_disco_maze_is_the_papers():

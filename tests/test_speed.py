@@ -55,6 +55,14 @@ def test_a_row_beside_older_ones():
     assert new["commit"] == head.strip()
 
 
+def test_a_script_without_a_counterpart_is_timed_alone():
+    tool = ROOT / "benchmark/speed/speed.py"
+    flags = "impala_vtrace --env-id CartPole-v1 --steps 40960 --rounds 1 --csv speed.csv".split()
+    subprocess.run([sys.executable, tool, *flags], check=True, timeout=600, capture_output=True)
+    (row,) = rows("speed.csv")
+    assert float(row["steps_per_s"]) > 0 and row["sb3_steps_per_s"] == row["ratio"] == ""
+
+
 def test_memory_is_of_the_program_alone():
     """Not of speed.py, nor of the programs before it."""
     for name, size in (("large", 300), ("small", 0)):

@@ -3,10 +3,13 @@
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from scipy.stats import t
 
+import benchmark.verdict
 from benchmark import compare
 from benchmark.suites import SUITES
 from benchmark.verdict import MARGIN, Published, difference, iqm, verdict, word
@@ -63,6 +66,20 @@ def words(seeds, sources, shift=0.0, spread=0.1, ours=1.0, draw=normal, trials=T
 def test_the_interval_holds_the_true_difference(seeds, runs, ours):
     _, low, high = trials(seeds, runs=runs, ours=ours).T
     assert 0.92 < ((low <= 0) & (high >= 0)).mean() < 0.97  # Welch's, of so few runs, is a little too narrow
+
+
+def test_safe_degrees_of_freedom_find_less(monkeypatch):
+    """verdict.py says how often those of the side with fewer runs find what Welch's find."""
+    found = words(10, 2, shift=-2)["lower"]
+    quantiles = SimpleNamespace(ppf=lambda p, freedom: t.ppf(p, 2))  # of 10 seeds and 3 runs
+    monkeypatch.setattr(benchmark.verdict, "t", quantiles)
+    safe = words(10, 2, shift=-2)
+    page = " ".join(benchmark.verdict.__doc__.split())
+    less, more = re.search(
+        r"10 seeds against 2 sources (\d+) % of the time instead of (\d+) %", page
+    ).groups()
+    assert 100 * safe["lower"] == pytest.approx(float(less), abs=2.5) and safe["all"] > 0.99
+    assert 100 * found == pytest.approx(float(more), abs=2.5)
 
 
 def test_the_interval_of_skewed_returns():
