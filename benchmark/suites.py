@@ -151,19 +151,19 @@ SUITES = {
             f"benchmark.microrts:{task}-v1",
             2_000_000,
             (
-                curve(f"the blog{unlike}", "ppo_multidiscrete.py(blog)", f"{task}-v1"),
-                curve(f"openai/baselines{unlike}", "openai_baselines_ppo2_multidiscrete", f"{task}-v1"),
+                curve("the blog", "ppo_multidiscrete.py(blog)", f"{task}-v1"),
+                curve("openai/baselines", "openai_baselines_ppo2_multidiscrete", f"{task}-v1"),
             ),
             f"{MICRORTS} --{masks}",
             label,
             seeds,
             stop_at=1_000_000,
         )
-        for task, masks, label, unlike, seeds in (
-            ("MicrortsMining", "no-mask-actions", "", "", 2),
-            ("MicrortsMining", "mask-actions", "masked", ", not masked", 2),
-            ("MicrortsAttackShapedReward", "no-mask-actions", "", "", 0),
-            ("MicrortsRandomEnemyShapedReward3", "no-mask-actions", "", "", 0),
+        for task, masks, label, seeds in (
+            ("MicrortsMining", "no-mask-actions", "", 2),
+            ("MicrortsMining", "mask-actions", "masked", 2),
+            ("MicrortsAttackShapedReward", "no-mask-actions", "", 0),
+            ("MicrortsRandomEnemyShapedReward3", "no-mask-actions", "", 0),
         )
     ],
     "impala": [
