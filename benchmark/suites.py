@@ -133,6 +133,12 @@ SUITES = {
         *(mujoco(task, 10) for task in ("HalfCheetah", "Hopper", "Walker2d")),
         *(mujoco(task, 5) for task in ("InvertedPendulum", "InvertedDoublePendulum", "Reacher", "Swimmer")),
         mujoco("InvertedDoublePendulum", 5, "--bootstrap-truncated", "bootstrapped at time limits"),
+        Row(  # the same reward as in the curve, which has no clipping of actions
+            "ppo_continuous",
+            "benchmark.tasks:UnclippedReacher-v4",
+            1_000_000,
+            (curve("openai/baselines", "ppo2", "Reacher-v2", is_std=False),),
+        ),
     ],
     "mujoco_11_bins": [Row("ppo_multidiscrete", "HalfCheetah-v4", 1_000_000)],
     "atari": [

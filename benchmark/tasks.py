@@ -4,6 +4,8 @@ MaskedCartPole-v0   CartPole-v1 without its velocities: one observation says too
                     network without memory stays below 100 of 500 steps. The reward is 1/20 a step.
 CliffWalk-v0        CliffWalking-v1 with a one-hot place, a tenth of its rewards and at most 200 steps. The
                     goal is 13 steps along the cliff, -1.3; a fall costs 10, standing still 20.
+UnclippedReacher-v4 Reacher-v4, whose reward is charged for the action as it was drawn: scripts clip actions
+                    to the bounds of their space, which here has none, and MuJoCo clips them for its motors.
 """
 
 import gymnasium as gym
@@ -45,5 +47,14 @@ class CliffWalk(gym.Wrapper):
         return np.eye(48, dtype=np.float32)[place], reward / 10, *rest
 
 
+class Unclipped(gym.Wrapper):
+    """An action space without bounds, so that the reward is that of the action as it was drawn."""
+
+    def __init__(self, env_id: str, render_mode: str | None = None):
+        super().__init__(gym.make(env_id, render_mode=render_mode))
+        self.action_space = gym.spaces.Box(-np.inf, np.inf, self.env.action_space.shape, np.float32)
+
+
 gym.register("CliffWalk-v0", entry_point=CliffWalk, max_episode_steps=200)
 gym.register("MaskedCartPole-v0", entry_point=MaskedCartPole, max_episode_steps=500)
+gym.register("UnclippedReacher-v4", entry_point=Unclipped, kwargs=dict(env_id="Reacher-v4"))
