@@ -103,7 +103,7 @@ class Args:
     # run
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"  # where the networks run
     amp: bool = False  # run Agent.network in bfloat16
-    compile: bool = False  # torch.compile the update, and acting where it is on the device
+    compile: bool = False  # torch.compile the update
     track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
     wandb_project_name: str = "impala"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases user or team
@@ -190,6 +190,8 @@ def make_env(env_id: str, args: Args, num_envs: int, video_dir: Path | None = No
         kwargs["full_action_space"] |= len(args.env_ids) > 1  # several tasks: 18 actions, appendix G.1
         envs = AtariVectorEnv(num_envs=num_envs, **kwargs)
         if video_dir:  # a twin in colour, played with the same seeds and actions
+            if not find_spec("moviepy"):
+                fail("--capture-video: pip install moviepy")
             camera = dict(img_height=210, img_width=160, grayscale=False, stack_num=1)
             envs.camera = AtariVectorEnv(num_envs=num_envs, **kwargs, **camera)
         return envs
@@ -424,7 +426,7 @@ def sequences(starts: Tensor) -> list[slice]:
 
     oneDNN keeps compiled code for each length that it meets, so there are few of them.
     """
-    # A single step does not ask the device: act() may be in a CUDA graph.
+    # A single step, as in acting, does not ask the device, which a CUDA graph could not.
     is_start = starts.any(1).tolist() if len(starts) > 1 else [True]
     begins = [0]
     for t in range(1, len(is_start)):
@@ -476,9 +478,9 @@ def impala_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Ten
 
     logratio = logprobs.detach() - batch["logprobs"]
     ratio = logratio.exp()
-    # The ablations of section 5.2.2 have the n-step return, as if on-policy.
-    weights = ratio if args.correction == "vtrace" else torch.ones_like(ratio)
-    bars = args.rho_bar, args.c_bar, args.vtrace_lambda
+    weights, bars = ratio, (args.rho_bar, args.c_bar, args.vtrace_lambda)
+    if args.correction != "vtrace":  # the ablations of section 5.2.2: the n-step return, as if on-policy
+        weights, bars = torch.ones_like(ratio), (1.0, 1.0, 1.0)
     vs, pg_advantages = vtrace(weights, rewards, discounts, values, last_value, *bars)
     if args.correction == "one-step-is":  # corrects the policy gradient alone
         pg_advantages = ratio.clamp(max=args.rho_bar) * pg_advantages
@@ -772,7 +774,9 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
         # differs from ppo.py: V-trace, and sums instead of means
         loss, info = impala_loss(agent, batch, args)
         loss.backward()
-        if WORLD_SIZE > 1 and args.sync_every == 1:  # several learners, section 3: gradients are summed
+        if args.sync_every > 1:  # a learner that is alone takes its unrolls for all
+            flat.grad.mul_(WORLD_SIZE)
+        elif WORLD_SIZE > 1:  # several learners, section 3: gradients are summed
             torch.distributed.all_reduce(flat.grad)
         norm = flat.grad.norm()
         flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
@@ -1019,10 +1023,10 @@ if __name__ == "__main__":
     args, stop = parse_args(), []
 
     def finish(signum: int, _):
-        """The first signal ends the run after its iteration, the same one again at once."""
+        """The first signal ends the run after its iteration, and a second Ctrl-C at once."""
         print("stopping after this iteration", file=sys.stderr)
         stop.append(signum)
-        signal.signal(signum, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # SIGTERM comes twice where torchrun passes it on, too
 
     if args.evaluate:
         returns = evaluate(args)

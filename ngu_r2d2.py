@@ -103,13 +103,13 @@ class Args:
 
     # Never Give Up
     num_policies: int = 2  # their weights of the intrinsic reward go from 0 to beta; drawn by episode
-    beta: float = 0.05  # largest weight of the intrinsic reward; the paper's 0.3 is for scores of Atari
+    beta: float = 0.05  # largest weight of the intrinsic reward, which is not in the paper's unit
     gamma_max: float = 0.99  # discount of the policy with weight 0; the paper's is 0.997
     gamma_min: float = 0.95  # discount of the policy with weight beta
     neighbors: int = 10  # nearest memories of an episode to compare with
     memory_size: int = 3000  # of an episode, in steps
     kernel_eps: float = 1e-3  # of the kernel that compares them
-    bonus: Bonus = "calibrated"  # scale of the episodic reward; the others look at batches, as in DI-engine
+    bonus: Bonus = "calibrated"  # scale of the episodic reward; others are as in DI-engine
     rnd: bool = True  # multiply it by life-long novelty
     rnd_max: float = 5.0  # the largest factor
     train_embedding: bool = True  # by inverse dynamics; without, it stays random
@@ -121,7 +121,7 @@ class Args:
     # run
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"  # where the networks run
     amp: bool = False  # run Agent.encoder in bfloat16
-    compile: bool = False  # torch.compile the update, and acting where it is on the device
+    compile: bool = False  # torch.compile the update
     track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
     wandb_project_name: str = "ngu"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases user or team
@@ -201,6 +201,8 @@ class AtariGames(AtariVectorEnv):
         super().__init__(**kwargs)
         self.video_dir, self.video = video_dir, []
         if video_dir:  # a twin in colour, played with the same seeds and actions
+            if not find_spec("moviepy"):
+                fail("--capture-video: pip install moviepy")
             self.camera = AtariVectorEnv(**kwargs, img_height=210, img_width=160, grayscale=False)
 
     def reset(self, *, seed: int) -> tuple[np.ndarray, dict]:
@@ -686,7 +688,7 @@ class Curiosity(nn.Module):
             usual = self.novelties.mean.item()
         novelty /= usual
         # Choice 2: what is as far as usual is worth 1, and nothing is worth more. Without that, the first
-        # steps of an episode were worth far more than 1, whatever was done.
+        # steps of an episode were worth far more than 1, whatever was done. The paper does not divide.
         if args.bonus == "calibrated":
             novelty = novelty.clip(max=1)
         self.remember(embedded, np.ones(len(obs), bool))
@@ -739,9 +741,10 @@ def last_transitions(batch: dict[str, Tensor], steps: int) -> tuple[Tensor, Tens
 class Replay:  # differs from impala_vtrace.py: keeps steps once, and cuts its sequences from episodes itself
     """The newest rows of each environment, and a table of the sequences in them, which are drawn by priority.
 
-    A sequence begins every `period` steps of an episode and never crosses its end: a batch pads what is
-    missing of L steps, with a mask that is false. The first one of an episode is trained on from its first
-    row, as its state is known to be zero; others from row burn_in on, with the state stored before row 0.
+    A sequence begins every `period` steps of an episode. The end cuts the oldest unfinished one short, and
+    leaves out others: a batch pads what is missing of L steps, with a mask that is false. The first one of an
+    episode is trained on from its first row, as its state is known to be zero; others from row burn_in on,
+    with the state stored before row 0.
     """
 
     def __init__(self, args: Args, row: dict[str, np.ndarray]):
@@ -936,7 +939,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     auxiliary = torch.optim.Adam([trained], lr=args.auxiliary_lr, **adam)
     family = policy_family(args.num_policies, args.beta, args.gamma_max, args.gamma_min)
     family = family.float().to(args.device)
-    epsilon = epsilons(args.num_envs, args.epsilon)[RANK * N : (RANK + 1) * N]
+    epsilon = epsilons(args.num_envs, args.epsilon)[RANK::WORLD_SIZE]  # greedy ones and others in each
 
     run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")
     run_dir = Path(args.resume or f"runs/{run_name}")
@@ -1210,10 +1213,10 @@ if __name__ == "__main__":
     args, stop = parse_args(), []
 
     def finish(signum: int, _):
-        """The first signal ends the run after its iteration, the same one again at once."""
+        """The first signal ends the run after its iteration, and a second Ctrl-C at once."""
         print("stopping after this iteration", file=sys.stderr)
         stop.append(signum)
-        signal.signal(signum, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # SIGTERM comes twice where torchrun passes it on, too
 
     if args.evaluate:
         returns = evaluate(args)

@@ -101,7 +101,7 @@ class Args:
     # run
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"  # where the networks run
     amp: bool = False  # run Agent.network in bfloat16
-    compile: bool = False  # torch.compile the update, and acting where it is on the device
+    compile: bool = False  # torch.compile the update
     track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
     wandb_project_name: str = "ppo"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases user or team
@@ -182,6 +182,8 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
         kwargs |= dict(reward_clipping=False, noop_max=31)  # 31 draws from 0 to 30
         envs = AtariVectorEnv(num_envs=num_envs, **kwargs)
         if video_dir:  # a twin in colour, played with the same seeds and actions
+            if not find_spec("moviepy"):
+                fail("--capture-video: pip install moviepy")
             camera = dict(img_height=210, img_width=160, grayscale=False, stack_num=1)
             envs.camera = AtariVectorEnv(num_envs=num_envs, **kwargs, **camera)
         return envs
@@ -674,7 +676,10 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
         torch.manual_seed(hash((args.seed, first_iteration, RANK, args.artificial_delay)))
     # a resumed run begins new episodes
     actors.start(agent, version, args.seed + first_step + RANK * args.num_envs // WORLD_SIZE)
-    held = deque(collect(actors) for _ in range(args.artificial_delay))
+    held = deque()
+    for _ in range(args.artificial_delay):
+        faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
+        held.append(collect(actors))
     for iteration in range(first_iteration, args.num_iterations):
         # No more time for an actor that hangs: the process ends and shows where, though other actors go on.
         if time.monotonic() - min(actor.began for actor in actors.members) < args.stall_seconds:
@@ -920,10 +925,10 @@ if __name__ == "__main__":
     args, stop = parse_args(), []
 
     def finish(signum: int, _):
-        """The first signal ends the run after its iteration, the same one again at once."""
+        """The first signal ends the run after its iteration, and a second Ctrl-C at once."""
         print("stopping after this iteration", file=sys.stderr)
         stop.append(signum)
-        signal.signal(signum, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # SIGTERM comes twice where torchrun passes it on, too
 
     if args.evaluate:
         returns = evaluate(args)

@@ -622,10 +622,10 @@ if __name__ == "__main__":
     args, stop = parse_args(), []
 
     def finish(signum: int, _):
-        """The first signal ends the run after its iteration, the same one again at once."""
+        """The first signal ends the run after its iteration, and a second Ctrl-C at once."""
         print("stopping after this iteration", file=sys.stderr)
         stop.append(signum)
-        signal.signal(signum, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # SIGTERM comes twice where torchrun passes it on, too
 
     if args.evaluate:
         returns = evaluate(args)

@@ -391,7 +391,7 @@ def sequences(starts: Tensor) -> list[slice]:
 
     oneDNN keeps compiled code for each length that it meets, so there are few of them.
     """
-    # A single step does not ask the device: act() may be in a CUDA graph.
+    # A single step, as in acting, does not ask the device, which a CUDA graph could not.
     is_start = starts.any(1).tolist() if len(starts) > 1 else [True]
     begins = [0]
     for t in range(1, len(is_start)):
@@ -416,7 +416,7 @@ def compute_gae(rewards, values, dones, next_value, gamma: float, lam: float) ->
 
 
 def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args: Args) -> tuple[Tensor, dict]:
-    """Loss of a minibatch of tensors (M, ...), and the diagnostics to log."""
+    """Loss of a minibatch of tensors (T, M, ...) of M environments, and the diagnostics to log."""
     # differs from ppo.py: detail 36: states are rebuilt from the one saved before the rollout
     dist, value, _ = agent(batch["obs"], batch["state"], batch["starts"])
     logratio = dist.log_prob(batch["actions"]) - batch["logprobs"]
@@ -756,10 +756,10 @@ if __name__ == "__main__":
     args, stop = parse_args(), []
 
     def finish(signum: int, _):
-        """The first signal ends the run after its iteration, the same one again at once."""
+        """The first signal ends the run after its iteration, and a second Ctrl-C at once."""
         print("stopping after this iteration", file=sys.stderr)
         stop.append(signum)
-        signal.signal(signum, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # SIGTERM comes twice where torchrun passes it on, too
 
     if args.evaluate:
         returns = evaluate(args)

@@ -34,7 +34,7 @@ DETAILS = (
     "FIRE at the start",
     "84 x 84 grey pixels",
     "clipping of rewards to their sign",
-    "stack of 4 frames",
+    "stack of 4 frames (`ppo_lstm.py`: 1)",
     "the Nature CNN",
     "scaling of pixels to [0, 1]",
     "normal distribution of actions",

@@ -1,5 +1,6 @@
 """ppo_async.py: what is stale, dropped, used again; and that in turn it is ppo_atari.py's update."""
 
+import faulthandler
 import os
 import subprocess
 import sys
@@ -144,6 +145,14 @@ def test_artificial_delay_is_the_staleness(delay):
     events.Reload()
     last = events.Histograms("staleness/versions")[-1].histogram_value
     assert last.min == last.max == delay and last.num == 64
+
+
+def test_each_batch_that_is_held_back_has_the_time_of_an_iteration(monkeypatch):
+    calls, collect = [], ppo_async.collect
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: calls.append("timer"))
+    monkeypatch.setattr(ppo_async, "collect", lambda actors: calls.append("collect") or collect(actors))
+    ppo_async.train(small(artificial_delay=3))
+    assert calls == ["timer"] + ["timer", "collect"] * 13
 
 
 def test_held_back_segments_are_the_older_ones(monkeypatch):

@@ -642,7 +642,10 @@ def test_atari_evaluation_plays_whole_games(monkeypatch):
     assert not made[0]["full_action_space"]
 
 
-@pytest.mark.parametrize("script", [ppo_atari, ppo_lstm], ids=lambda script: script.SCRIPT)
+PLAY_ATARI = [ppo_atari, ppo_lstm, impala_vtrace, ppo_async, ngu_r2d2]
+
+
+@pytest.mark.parametrize("script", PLAY_ATARI, ids=lambda script: script.SCRIPT)
 def test_video_of_a_game_without_moviepy(script, monkeypatch, capsys):
     run_dir = script.train(small_args(script, env_id="PongNoFrameskip-v4"))
     capsys.readouterr()

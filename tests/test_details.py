@@ -446,7 +446,7 @@ def test_detail_17_fire_after_every_reset():
 
 
 def test_detail_18_grey_84_by_84():
-    """ale-py's palette grey against grey made from RGB, as baselines and the blog make it: nearly equal."""
+    """ale-py's palette grey against grey made from RGB, as baselines makes it: equal but for rounding."""
     envs = games("BreakoutNoFrameskip-v4", 1)
     envs.first_actions = ()
     obs, _ = envs.reset(seed=1)
@@ -458,7 +458,7 @@ def test_detail_18_grey_84_by_84():
         rgb, *_ = plain.step(0)
     grey = cv2.resize(cv2.cvtColor(rgb, cv2.COLOR_RGB2GRAY), (84, 84), interpolation=cv2.INTER_AREA)
     difference = np.abs(grey.astype(int) - obs[0, -1])
-    assert difference.max() <= 43 and difference.mean() < 1
+    assert difference.max() <= 1
 
 
 def test_detail_19_rewards_are_signs_and_scores_are_raw():

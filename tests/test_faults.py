@@ -186,13 +186,13 @@ def sigkill(script):
 
 
 def terminate():
-    """SIGTERM at the first gradient."""
+    """SIGTERM at the first gradient, twice, as from a scheduler and from torchrun."""
     sent = []
 
     def terminated(function):
         def wrapped(*args, **kwargs):
             if not sent:
-                sent.append(os.kill(os.getpid(), signal.SIGTERM))
+                sent.extend(os.kill(os.getpid(), signal.SIGTERM) for _ in range(2))
             return function(*args, **kwargs)
 
         return wrapped
@@ -204,7 +204,7 @@ def terminate():
 def sigterm_in_the_update(script):
     ended = run(script, *flags(script, save_every=100), sabotage=terminate)
     assert ended.code == 143 and "Traceback" not in ended.err, ended.err
-    assert ended.err.count("stopping after this iteration") == 1
+    assert ended.err.count("stopping after this iteration") == 2
     (run_dir,) = Path("runs").iterdir()
     assert_whole(script, run_dir, 1)
     assert run(script, "--resume", run_dir, sabotage=partial(later, 1)).code == 0

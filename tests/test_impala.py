@@ -375,6 +375,12 @@ def test_corrections_of_the_ablation():
     assert rho.min() < 0.8
     targets = {kind: impala_loss(agent, batch, small(correction=kind))[1]["value_loss"] for kind in kinds}
     assert targets["one-step-is"] == targets["epsilon"] == targets["none"] != targets["vtrace"]
+    bars = dict(rho_bar=0.5, c_bar=0.5, vtrace_lambda=0.5)  # are V-trace's alone
+    barred = {
+        kind: impala_loss(agent, batch, small(correction=kind, **bars))[1]["value_loss"] for kind in kinds
+    }
+    assert barred["vtrace"] != targets["vtrace"]
+    assert all(barred[kind] == targets[kind] for kind in kinds[1:])
     batch["logprobs"] = logprobs
     on_policy = [gradient(agent, batch, correction=kind) for kind in kinds]
     for g in on_policy:

@@ -193,8 +193,11 @@ def test_two_optimizers_that_keep_unequal_numbers_make_as_many_updates(tmp_path)
 
 
 def test_impala_learners_that_average_now_and_then(tmp_path):
-    """--sync-every 2: apart after updates 1 and 3, together after 2 and 4."""
-    first, second = decoupled("impala_vtrace", tmp_path / "two", "--sync-every", "2", processes=2)
+    """--sync-every 2: apart after updates 1 and 3, together after 2 and 4. Their mean moves as one does."""
+    flags = ("--max-grad-norm", "1e9", "--sync-every")
+    (alone,) = decoupled("impala_vtrace", tmp_path / "one", *flags, "1")
+    first, second = decoupled("impala_vtrace", tmp_path / "two", *flags, "2", processes=2)
+    assert ((first[1] + second[1]) / 2 - alone[1]).norm() < 0.05 * (alone[1] - alone[0]).norm()
     differ = [(a - b).abs().max().item() > 1e-6 for a, b in zip(first, second, strict=True)]
     assert differ == [False, True, False, True, False, True]
 

@@ -34,7 +34,7 @@ PARENT |= dict(ppo_lstm="ppo_atari", ppo_multidiscrete="ppo_continuous")
 # against the parent: docstrings, and definitions that one lacks, not counted
 CHANGED_LINES = dict(ppo_shared=20, ppo_atari=95, ppo_continuous=80, ppo_lstm=150, ppo_multidiscrete=150)
 LINES = dict(ppo=555, ppo_shared=552, ppo_atari=701, ppo_continuous=636, ppo_lstm=770, ppo_multidiscrete=701)
-LINES |= dict(impala_vtrace=1033, ppo_async=934, ngu_r2d2=1224)
+LINES |= dict(impala_vtrace=1037, ppo_async=939, ngu_r2d2=1227)
 MORE_SECTIONS = dict(impala_vtrace=["Actors", "Replay"], ppo_async=["Actors"])  # after the algorithm
 MORE_SECTIONS |= dict(ngu_r2d2=["Curiosity", "Replay"])
 
@@ -133,6 +133,7 @@ OTHERWISE = {
         "Args.env_id": "may be several",
         "Args.learning_rate": "is RMSProp's",
         "Args.batch_size": "counts new unrolls",
+        "Args.compile": "leaves acting as it is",
         "iteration: frac": "is no detail of IMPALA's",
         "setup: torch.set_flush_denormal": "has RMSProp instead of Adam",
         "setup: (saved, last_returns)": "are of several tasks",
@@ -144,6 +145,7 @@ OTHERWISE = {
         "Args.num_steps": "is of a segment",
         "Args.num_actors": "are of one task",
         "Args.batch_size": "counts segments",
+        "Args.compile": "leaves acting as it is",
         "setup: actors.start": "begins with a version, which may be fewer than iterations",
         "iteration: frac": "counts versions, as only an update is progress",
         "setup: optimizer": "without CUDA graphs",
@@ -152,6 +154,7 @@ OTHERWISE = {
     "ngu_r2d2": {
         "Args.learning_rate": "is not annealed",
         "Args.amp": "is of an encoder",
+        "Args.compile": "leaves acting as it is",
         "setup: envs": "draw policies",
         "setup: seed": "is that of the first episodes",
         "setup: agent": "takes args",
