@@ -117,7 +117,7 @@ IMPALA += " --bootstrap-truncated --device cpu"
 REPLAY = f"{IMPALA} --batch-unrolls 16 --replay-fraction 0.5"
 
 # an update every 80 steps instead of 640: what a run of 3M steps needs, not one of 200M
-SMALL_BATCHES = "--num-envs 16 --num-steps 10 --batch-unrolls 8"
+SMALL_BATCHES = "--num-envs 8 --num-steps 10 --batch-unrolls 8"
 
 ASYNC = "--num-envs 8 --segment-length 32 --batch-unrolls 8 --learning-rate 1e-3 --clip-coef 0.2 --device cpu"
 
