@@ -12,6 +12,8 @@ import pytest
 import torch
 from conftest import SCRIPTS, scalars, wait_for
 
+import ngu_r2d2
+
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = os.environ | dict(
     OMP_NUM_THREADS="1", PYTHONHASHSEED="0", PYTHONPATH=os.pathsep.join((str(ROOT), str(ROOT / "tests")))
@@ -212,6 +214,8 @@ def test_never_give_up_in_two_processes(tmp_path):
         assert torch.equal(x, second["parameters"][name]), name
     assert set(first["drawn"]) == set(second["drawn"]) == {2} and len(first["drawn"]) > 20
     assert first["capacity"] == second["capacity"] == 200  # of each of two environments
+    ladder = torch.stack((first["epsilon"], second["epsilon"]), 1).flatten()  # in turn, as the first one logs
+    torch.testing.assert_close(ladder, torch.from_numpy(ngu_r2d2.epsilons(4)))
 
 
 def test_processes_must_divide_the_sequences_of_a_batch():
