@@ -282,15 +282,16 @@ def name_of(row: Row) -> str:
 
 
 def draw_published(ax, target: Target, row: Row, until: float, color: str, shift: float):
-    """A curve as far as ours go, or a final score, shifted a little so that several stand side by side."""
+    """A curve as far as ours go, or a score. Final ones are shifted so that several stand side by side."""
     if target.curve:
         points = curves()[target.curve, target.env_id]
         points = points[points[:, 0] <= max(1.05 * until, points[0, 0])]
         band = points[:, 2] if target.is_std and not np.isnan(points[:, 2]).any() else None
         figures.curve(ax, points[:, 0], points[:, 1], band, color=color, label=target.by)
-    elif (at := target.at or row.steps) <= 1.05 * until:
+    elif (target.at or row.steps) <= 1.05 * until:
+        at, label = (target.at, target.by) if target.at else (row.steps + shift, f"{target.by}, final")
         bar = dict(fmt="o", color=color, capsize=3, markersize=4)
-        ax.errorbar(at + shift, target.mean, target.spread, label=f"{target.by}, final", **bar)
+        ax.errorbar(at, target.mean, target.spread, label=label, **bar)
 
 
 def figure(results: list[tuple[Row, Result | None]]) -> Figure:

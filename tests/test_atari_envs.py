@@ -177,3 +177,17 @@ def test_training_with_halves_is_that_of_one_half_after_the_other(tmp_path, monk
     in_turn = ppo_atari.load_checkpoint(ppo_atari.train(args))["agent"]
     for name, x in together.items():
         assert torch.equal(x, in_turn[name]), name
+
+
+def test_frames_that_six_games_play_by_themselves():
+    """They count in charts/episodic_length, as docs/atari.md says."""
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
+    played = {}
+    for env_id in [x for x in gym.registry if x.endswith("NoFrameskip-v4") and "-ram" not in x]:
+        env = gym.make(env_id)
+        env.reset()
+        if frames := env.unwrapped.ale.getEpisodeFrameNumber():
+            played[env_id.removesuffix("NoFrameskip-v4")] = frames
+        env.close()
+    assert played.pop("NameThisGame") == 134
+    assert played == {"AirRaid": 8, "Berzerk": 20, "DoubleDunk": 13, "Pooyan": 1, "YarsRevenge": 7}
