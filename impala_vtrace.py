@@ -754,7 +754,7 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
 
     # differs from ppo.py: of many tasks it names the first ones, as a file's name has 255 bytes at most
     run_name = f"{args.env_id[:99]}__{SCRIPT}__{args.seed}__{time.time_ns()}"
-    run_name = run_name.replace("/", "-").replace(":", "-")
+    run_name = run_name.replace("/", "-").replace(":", "-").replace(",", "+")  # W&B refuses these three
     run_dir = Path(args.resume or f"runs/{run_name}")
     parts = dict(agent=agent, optimizer=optimizer)  # a checkpoint holds the state of each
     saved, last_returns = 0, {env_id: [] for env_id in args.env_ids}
@@ -845,7 +845,7 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
                 scalars |= {"charts/policy_lag": np.mean(lags), "charts/policy_lag_max": max(lags)}
                 means = {f"tasks/{env_id}": np.mean(x) for env_id, x in last_returns.items() if x}
                 log(writer, step, scalars | (means if len(args.env_ids) > 1 else {}))
-                status = f"return {np.mean(list(means.values()) or 0):.1f}, lag {np.mean(lags):.1f}, "
+                status = f"return {np.mean(list(means.values()) or np.nan):.1f}, lag {np.mean(lags):.1f}, "
                 status += f"learner waits {scalars['charts/learner_wait']:.0%}, "
                 status += f"actor waits {scalars['charts/actor_wait']:.0%}"
                 bar.set_postfix_str(status, refresh=False)

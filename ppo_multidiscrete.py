@@ -213,7 +213,7 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
     try:  # detail 1: vectorized architecture. Slow environments gain from AsyncVectorEnv.
         envs = gym.vector.SyncVectorEnv([make] * num_envs, copy=False, autoreset_mode=same_step)
     except (gym.error.Error, ImportError) as error:
-        fail(f"--env-id {args.env_id}: {error}")
+        fail(f"--env-id {args.env_id}: {error} (for Atari games: ppo_atari.py)")
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     is_box = isinstance(action_space, gym.spaces.Box) and action_space.dtype.kind == "f"
     if is_box and action_space.is_bounded() and len(action_space.shape) == 1:

@@ -268,11 +268,11 @@ def run_population(args: Population):
         if getattr(args, name) < least:
             fail(f"{name} must be at least {least}")
     table = args.results / "pbt" / f"{args.name}.csv"
-    check_identity(args, table)
     rows = list(csv.DictReader(table.open())) if table.exists() else []
+    ray = connect(args) if len(rows) < args.rounds * N else None  # where it is missing, nothing is written
+    check_identity(args, table)
     if not rows:
         shutil.rmtree(args.folder, ignore_errors=True)  # of a first round that did not end
-    ray = connect(args) if len(rows) < args.rounds * N else None
     rng = np.random.default_rng(args.seed)
     first = {name: getattr(defaults, name) for name in EVOLVED if hasattr(defaults, name)}
     values = args.spread ** rng.uniform(-1, 1, (N, len(first))) * list(first.values())

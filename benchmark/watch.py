@@ -6,9 +6,11 @@
 
 It takes the lowest priority and one thread of the CPU, reads the training's files and writes its own beside
 them: best.pt (the checkpoint of the highest mean return), eval.csv (a row an evaluation), learning_curve.png
-and eval/. It never queues: of the checkpoints written during an evaluation, the last one is next. Stop it
-when you like, even with kill -9, and start it again: nothing is evaluated twice. Where the training leaves no
-core free, start it in the same terminal: Linux shares cores among terminals before it looks at priorities.
+and eval/. To evaluate best.pt or to resume from it, copy it to another folder as checkpoint.pt.
+
+It never queues: of the checkpoints written during an evaluation, the last one is next. Stop it when you like,
+even with kill -9, and start it again: nothing is evaluated twice. Where the training leaves no core free,
+start it in the same terminal: Linux shares cores among terminals before it looks at priorities.
 """
 
 import csv

@@ -156,6 +156,8 @@ def test_wrong_flag(script, flags, monkeypatch, capsys):
         (ngu_r2d2, "FrozenLake-v1", "vectors and images"),
         (ngu_r2d2, "SmallImage-v0", "grids of numbers below 11"),
         (ngu_r2d2, "MiniGrid-NoSuchTask-v0", "MiniGrid-NoSuchTask"),
+        *((x, "NoSuchGame-v4", "for Atari games: ppo_atari.py") for x in (ppo, ppo_shared)),
+        *((x, "NoSuchGame-v4", "for Atari games: ppo_atari.py") for x in (ppo_continuous, ppo_multidiscrete)),
     ],
 )
 def test_space_that_the_script_does_not_handle(script, env_id, words, monkeypatch, capsys):

@@ -484,6 +484,7 @@ def test_three_games_in_one_network(monkeypatch):
     monkeypatch.setattr(Group, "receive", shortened(Group.receive))
     args = small(env_id=games, num_envs=6, num_steps=5, batch_unrolls=6, total_timesteps=30 * 12, sync=False)
     run_dir = impala_vtrace.train(args)
+    assert not set(run_dir.name) & set(":;,#?/'")  # which W&B refuses in a run's id
     for env_id in games.split(","):
         assert scalars(run_dir, f"tasks/{env_id}"), env_id
     means = {env_id: scalars(run_dir, f"tasks/{env_id}")[-1][1] for env_id in games.split(",")}

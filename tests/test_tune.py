@@ -154,14 +154,17 @@ def test_a_cancelled_task_saves_its_run_and_leaves_no_process():
         (["pbt", "--script", "pppo"], "no script pppo"),
         (["pbt", "--population", "1"], "population must be at least 2"),
         (["pbt", "--round-steps", "100"], "round_steps must be at least 512"),
+        (["pbt", "--population", "2"], "Ray is missing: pip install ray"),
     ],
 )
 def test_mistakes(flags, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["tune.py", *flags])
+    monkeypatch.setattr(sys, "argv", ["tune.py", *flags, "--results", "results"])
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     with pytest.raises(SystemExit, match="2"):
         tune.main()
     error = capsys.readouterr().err
     assert error.startswith(f"tune.py: error: {message}") and error.count("\n") == 1
+    assert not os.path.exists("results")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "nonsense"])
