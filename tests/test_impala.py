@@ -583,7 +583,7 @@ def test_many_tasks_have_a_folder_and_each_its_videos():
     tasks = ",".join(["CartPole-v1", "CartPole-v0"] * 15)
     args = small(env_id=tasks, num_envs=60, batch_unrolls=60, num_steps=4, total_timesteps=240)
     run_dir = impala_vtrace.train(args)
-    assert run_dir.name.startswith("CartPole-v1,CartPole-v0,") and run_dir.is_dir()
+    assert run_dir.name.startswith("CartPole-v1+CartPole-v0+") and run_dir.is_dir()
     for env_id in ("CartPole-v1", "CartPole-v0"):
         envs = impala_vtrace.make_env(env_id, impala_vtrace.Args(eval_episodes=1), 1, run_dir / "videos")
         envs.reset(seed=1)
