@@ -19,6 +19,7 @@ import pytest
 import torch
 import tyro
 from conftest import OTHERS, SCRIPTS, scalars, wait_for
+from scipy import stats
 
 import benchmark.studies.maze  # noqa: F401  registers it
 import ngu_r2d2
@@ -585,6 +586,13 @@ def test_a_figure_has_a_panel_a_task_and_a_color_a_source():
         assert Path(f"one.{suffix}").read_bytes() == Path(f"two.{suffix}").read_bytes()
 
 
+def test_a_score_before_the_end_is_drawn_at_its_own_step():
+    (row,) = [row for row in SUITES["classic"] if (row.script, row.task) == ("ppo_shared", "CartPole-v1")]
+    (ax,) = compare.figure([(row, result((200.0,), row=row))]).axes
+    dots = {dot.get_label(): dot.lines[0].get_xdata()[0] for dot in ax.containers}
+    assert dots == {"CleanRL changed to one network, final": 500_000, "stable-baselines3": 250_000}
+
+
 def test_published_sources_keep_their_colors():
     for suite in ("atari", "mujoco"):
         row = SUITES[suite][-1]
@@ -620,6 +628,47 @@ def test_tables_of_the_results_page_are_those_of_the_csvs():
     for suite, table in shown:
         rows = [(row, compare.load(suite, row, compare.Args())) for row in SUITES[suite]]
         assert table == compare.section(suite, rows), suite
+
+
+def found(suite, task, label="", script=None):
+    """The result of a row."""
+    kept = [row for row in SUITES[suite] if (row.task, row.label) == (task, label)]
+    (row,) = [row for row in kept if script in (None, row.script)]
+    return compare.load(suite, row, compare.Args())
+
+
+def p_value(a, b):
+    return stats.ttest_ind(a.at(a.reached), b.at(b.reached), equal_var=False).pvalue
+
+
+def test_numbers_that_stand_in_no_table():
+    """Of the texts around the tables, from the CSVs."""
+    page = " ".join((ROOT / "benchmark/RESULTS.md").read_text().split())
+    clipped, unclipped = found("mujoco", "Reacher-v4"), found("mujoco", "UnclippedReacher-v4")
+    first = [found("mujoco", "HalfCheetah-v4").at(3000), clipped.at(3000), unclipped.at(3000)]
+    cheetah, reacher, charged = (f"−{-x.mean():.0f}" for x in first)
+    assert f"our first 3,000 steps have {cheetah} and {reacher}." in page
+    assert f"begins at {charged} and ends at −6.43" in page
+    begin = [compare.curves()["ppo2", f"{task}-v2"][0, 1] for task in ("HalfCheetah", "Reacher")]
+    assert "they begin at −{:.0f} on HalfCheetah and at −{:.0f} on Reacher".format(*np.abs(begin)) in page
+    assert f"(Welch's p is {p_value(clipped, unclipped):.2f})" in page
+
+    masked = found("microrts", "MicrortsMining-v1", "masked")
+    steps = np.arange(100_000, masked.reached, 100)
+    means = np.array([masked.at(step) for step in steps])
+    assert f"both seeds have {means.min():.1f} to {means.max():.1f} from 100k steps on" in page
+
+    for task, begin in (("Breakout", 100_000), ("Pong", 1_000_000)):
+        ours = found("atari_lstm", f"{task}NoFrameskip-v4")
+        steps = np.arange(begin, 2_000_001, 10_000)
+        for name in ("ppo_atari_lstm.py(blog)", "openai_baselines_ppo2_cnn_lstm"):
+            theirs = compare.curves()[name, f"{task}NoFrameskip-v4"]
+            means = np.interp(steps, theirs[:, 0], theirs[:, 1])
+            assert all(ours.at(step)[0] > mean for step, mean in zip(steps, means, strict=True)), task
+
+    none, vtrace = (found("vtrace_ablation", "CartPole-v1", kind) for kind in ("none", "vtrace"))
+    impala = " ".join((ROOT / "docs/impala.md").read_text().split())
+    assert f"(between `none` and V-trace, Welch's p is {p_value(none, vtrace):.2f})" in impala
 
 
 def test_writing_one_table_leaves_the_others(monkeypatch):

@@ -510,6 +510,11 @@ def shortened(receive):
     return wrapped
 
 
+def test_the_mean_of_no_returns_is_not_0(capsys):
+    impala_vtrace.train(small(env_id="CartPole-v1", total_timesteps=32))  # no episode ends so early
+    assert "return nan" in capsys.readouterr().err
+
+
 def test_tasks_that_do_not_fit_one_network(capsys):
     with pytest.raises(SystemExit) as end:
         impala_vtrace.train(small(env_id="CartPole-v1,Acrobot-v1", num_envs=4, batch_unrolls=4))

@@ -6,6 +6,7 @@ import difflib
 import functools
 import importlib.util
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -205,6 +206,13 @@ def test_set_up_leaves_nothing_out(script):
 def test_exceptions_are_of_blocks_that_exist():
     for script, names in OTHERWISE.items():
         assert names.keys() <= blocks(SCRIPTS[script]).keys() and all(names.values())
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git knows which files are the project's")
+def test_every_script_is_compared():
+    """A copy for one's own research is none until it is committed."""
+    files = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert {Path(name).stem for name in files.stdout.split() if "/" not in name} == set(SCRIPTS)
 
 
 def test_every_block_is_compared():
