@@ -39,7 +39,7 @@ syncs() { # lines of the scripts for which the host waits, with how often
 import sys
 import tempfile
 
-sys.path[:0] = [".", "tests"]
+sys.path[:0] = [".", "tests/helpers"]
 import os
 
 import device_runs

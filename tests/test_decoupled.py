@@ -43,7 +43,7 @@ def command(script, *flags):
 
 def ended(script, *flags, code, words, **kwargs):
     """Run to the end, with this exit code and words on stderr."""
-    environment = os.environ | dict(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}", OMP_NUM_THREADS="1")
+    environment = os.environ | dict(PYTHONPATH=f"{ROOT}:{ROOT / 'tests/helpers'}", OMP_NUM_THREADS="1")
     done = subprocess.run(
         command(script, *flags), capture_output=True, text=True, timeout=600, env=environment, **kwargs
     )

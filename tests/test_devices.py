@@ -23,8 +23,8 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.parametrize("name", [*reversed(OTHERS), *reversed(SCRIPTS)])  # long ones first
 def test_on_a_pretend_gpu(name):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "pretend_cuda", "-p", "no:cacheprovider"]
-    command += ["-o", "addopts=", ROOT / "tests/devices.py"]
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    command += ["-o", "addopts=", ROOT / "tests/helpers/devices.py"]
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests/helpers")))
     environment = os.environ | dict(SCRIPT=name, PYTHONPATH=paths, OMP_NUM_THREADS="1")
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-3000:]

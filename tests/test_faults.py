@@ -53,7 +53,7 @@ FAULTS = {}
 def fork_server():
     """Warm, as the first fork waits for its imports."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
+        patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests/helpers'}")
         process = FORKS.Process()
         process.start()
         process.join()

@@ -16,7 +16,7 @@ import ngu_r2d2
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = os.environ | dict(
-    OMP_NUM_THREADS="1", PYTHONHASHSEED="0", PYTHONPATH=os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    OMP_NUM_THREADS="1", PYTHONHASHSEED="0", PYTHONPATH=os.pathsep.join((str(ROOT), str(ROOT / "tests/helpers")))
 )
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -34,8 +34,8 @@ def run(*command, **more):
 def ranks(tmp_path_factory):
     """A folder of what one process did with each script, and one of what two did."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
-    run(sys.executable, ROOT / "tests/one_of_many.py", one, *SCRIPTS, cwd=one)
-    run(*TORCHRUN, ROOT / "tests/one_of_many.py", two, *SCRIPTS, cwd=two)
+    run(sys.executable, ROOT / "tests/helpers/one_of_many.py", one, *SCRIPTS, cwd=one)
+    run(*TORCHRUN, ROOT / "tests/helpers/one_of_many.py", two, *SCRIPTS, cwd=two)
     return one, two
 
 
@@ -156,7 +156,7 @@ def decoupled(name, folder, *flags, processes=1):
     """Parameters after every update (1 + updates, all), by rank."""
     folder.mkdir()
     start = TORCHRUN if processes == 2 else [sys.executable]
-    run(*start, ROOT / "tests/decoupled_ranks.py", name, folder, *flags)
+    run(*start, ROOT / "tests/helpers/decoupled_ranks.py", name, folder, *flags)
     return [torch.load(folder / f"{rank}.pt") for rank in range(processes)]
 
 
@@ -206,7 +206,7 @@ def test_impala_learners_that_average_now_and_then(tmp_path):
 
 def test_never_give_up_in_two_processes(tmp_path):
     """Other episodes, but the same parameters and statistics to the bit; batch and replay are shared out."""
-    run(*TORCHRUN, ROOT / "tests/ngu_ranks.py", tmp_path)
+    run(*TORCHRUN, ROOT / "tests/helpers/ngu_ranks.py", tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     assert not torch.equal(first["played"], second["played"])
     assert first["parameters"].keys() == second["parameters"].keys() and len(first["parameters"]) > 40

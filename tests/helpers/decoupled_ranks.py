@@ -1,7 +1,7 @@
 """A process of torchrun, or a single one: IMPALA or off-policy PPO, the same whatever their number.
 
-    python tests/decoupled_ranks.py SCRIPT FOLDER [flags]        # or torchrun --nproc-per-node 2 ...
-    python tests/decoupled_ranks.py ppo_async FOLDER unequal [flags]    # 3 of 8 segments are too old
+    python tests/helpers/decoupled_ranks.py SCRIPT FOLDER [flags]        # or torchrun --nproc-per-node 2 ...
+    python tests/helpers/decoupled_ranks.py ppo_async FOLDER unequal [flags]    # 3 of 8 segments are too old
 
 Environments and actions are the same in all. Writes FOLDER/RANK.pt: the agent's parameters after each update.
 """

@@ -1,6 +1,6 @@
 """The scripts on the pretend GPU of pretend_cuda.py. test_devices.py runs it, each script in a process.
 
-By hand:  SCRIPT=ppo_atari PYTHONPATH=tests python -m pytest -p pretend_cuda tests/devices.py
+By hand:  SCRIPT=ppo_atari PYTHONPATH=tests/helpers python -m pytest -p pretend_cuda tests/helpers/devices.py
 """
 
 import atexit

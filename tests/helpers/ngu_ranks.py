@@ -1,6 +1,6 @@
 """A process of torchrun that trains Never Give Up on CartPole; writes what it ends with to FOLDER/RANK.pt.
 
-torchrun --nproc-per-node 2 tests/ngu_ranks.py FOLDER
+torchrun --nproc-per-node 2 tests/helpers/ngu_ranks.py FOLDER
 """
 
 import sys

@@ -1,6 +1,6 @@
 """What scripts learn on tasks with a known answer, as numbers of one seed. Bounds are in test_learning.py.
 
-PYTHONPATH=.:tests python tests/learning.py     # twenty seeds of each into tests/learning.csv: half an hour
+PYTHONPATH=.:tests:tests/helpers python tests/helpers/learning.py     # twenty seeds of each into tests/helpers/learning.csv: half an hour
 """
 
 import csv

@@ -1,6 +1,6 @@
 """A process of torchrun, or a single one: trains on the same environments and noise whatever their number.
 
-    python tests/one_of_many.py FOLDER SCRIPT ...        # or torchrun --nproc-per-node 2 ...
+    python tests/helpers/one_of_many.py FOLDER SCRIPT ...        # or torchrun --nproc-per-node 2 ...
 
 One after the other, for a start of Python takes longer than they do. Writes FOLDER/SCRIPT-RANK.pt: the
 agent's parameters, a checksum of them after every update, the gradients, the seeds of environments.

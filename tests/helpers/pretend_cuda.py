@@ -37,7 +37,7 @@ def compiled() -> Path:
     """The library of SOURCE for this PyTorch. The first call takes half a minute."""
     torch_dir = Path(importlib.util.find_spec("torch").submodule_search_locations[0])
     made_of = SOURCE.read_text() + (torch_dir / "version.py").read_text() + str(torch_dir)
-    folder = SOURCE.parent.parent / ".pytest_cache"
+    folder = SOURCE.parent.parent.parent / ".pytest_cache"
     path = folder / f"pretend_cuda-{hashlib.sha1(made_of.encode()).hexdigest()[:12]}.so"
     folder.mkdir(exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
