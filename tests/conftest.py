@@ -44,7 +44,8 @@ test_contract.py::test_compile test_contract.py::test_copy test_contract.py::tes
 test_contract.py::test_flags_change test_contract.py::test_killed test_contract.py::test_nothing
 test_contract.py::test_numbers test_contract.py::test_same_seed test_contract.py::test_signal
 test_contract.py::test_stopped test_contract.py::test_tracking test_contract.py::test_video
-test_decoupled.py test_details_23_37.py::test_detail_3 test_devices.py test_faults.py test_gpu.py
+test_decoupled.py test_details_continuous.py::test_detail_3 test_details_lstm.py::test_detail_3
+test_details_multidiscrete.py::test_detail_3 test_devices.py test_faults.py test_gpu.py
 test_impala.py::test_asynchronous test_impala.py::test_atari test_impala.py::test_mistakes
 test_impala.py::test_three_games test_learning.py::test_task_is_learned test_ngu.py::test_a_full_replay
 test_ngu.py::test_images test_processes.py test_readme.py::test_commands test_report.py test_research.py
@@ -171,6 +172,15 @@ def scalars(run_dir, tag):
     events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0})
     events.Reload()
     return [(e.step, e.value) for e in events.Scalars(tag)] if tag in events.Tags()["scalars"] else []
+
+
+class Dim:
+    """As much of an environment as the agents ask for."""
+
+    def __init__(self, obs_shape, action_space):
+        self.single_observation_space = gym.spaces.Box(-1, 1, obs_shape, np.float32)
+        self.single_action_space = action_space
+        self.statistics = np.zeros(0)
 
 
 def random_batch(agent, size, obs_shape=(4,), dtype=torch.float32, **more):

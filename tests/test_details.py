@@ -1,5 +1,6 @@
 """One test a detail of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details, by number.
 
+Details 23 to 37 are in test_details_continuous.py, test_details_lstm.py and test_details_multidiscrete.py.
 Details 14 to 20 are also compared frame by frame in test_atari_envs.py.
 """
 

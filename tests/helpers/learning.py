@@ -1,6 +1,8 @@
 """What scripts learn on tasks with a known answer, as numbers of one seed. Bounds are in test_learning.py.
 
-PYTHONPATH=.:tests:tests/helpers python tests/helpers/learning.py     # twenty seeds of each into tests/helpers/learning.csv: half an hour
+    PYTHONPATH=.:tests:tests/helpers python tests/helpers/learning.py
+
+trains twenty seeds of each and writes tests/helpers/learning.csv in half an hour.
 """
 
 import csv
