@@ -1,0 +1,173 @@
+"""Records a run of a decoupled script from outside: what its environments did, and by which weights.
+
+Every observation names its environment and its place there, so whoever sees one can say which it is. The
+learner's Agent writes down what it reads in each gradient step, and all copies of it which weights acted.
+"""
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+
+class Wander(gym.Env):
+    """Episodes of 2 to 7 steps, by chance, which end, are cut or both. Rewards beyond 1 hang on the action.
+
+    An environment keeps a list for each quantity, with an entry for each step: obs is what was acted upon,
+    last_obs what the step led to before a reset, actor the weights that acted.
+    """
+
+    everyone, seen = [], {}  # environments in the order in which they were made, and weights by observation
+    action_space = gym.spaces.Discrete(3)
+    observation_space = gym.spaces.Box(-100, 100, (6,), np.float32)
+
+    def __init__(self, scale=2.0, blind=False):
+        self.scale, self.blind = scale, blind
+        self.number, self.clock, self.over = len(self.everyone), -1, True
+        self.obs, self.last_obs, self.actions, self.rewards = [], [], [], []
+        self.terminated, self.truncated, self.actors, self.seeds = [], [], [], []
+        self.everyone.append(self)
+
+    def observe(self):
+        self.clock += 1
+        noise = 0 * self.np_random.normal(size=3) if self.blind else self.np_random.normal(size=3)
+        return np.array([self.number / 16, self.clock / 256, self.t / 8, *noise], np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        assert self.over, "an episode was given up"
+        super().reset(seed=seed)
+        self.seeds.append(seed)
+        self.t, self.total, self.over = 0, 0.0, False
+        self.length, self.end = self.np_random.integers(2, 8), self.np_random.integers(3)
+        self.now = self.observe()
+        return self.now.copy(), {}
+
+    def step(self, action):
+        self.obs.append(self.now)
+        self.actors.append(self.seen[name_of(self.now)])
+        self.t += 1
+        reward = float(np.float32(self.scale * self.np_random.normal() + (action - 1) * np.sin(self.t)))
+        self.over = self.t >= self.length
+        terminated, truncated = bool(self.over and self.end != 1), bool(self.over and self.end != 0)
+        self.now = self.observe()
+        self.last_obs.append(self.now)
+        self.actions.append(int(action))
+        self.rewards.append(reward)
+        self.terminated.append(terminated)
+        self.truncated.append(truncated)
+        return self.now.copy(), reward, terminated, truncated, {}
+
+
+class WanderImage(Wander):
+    """The same as an image, whose first pixel names it."""
+
+    observation_space = gym.spaces.Box(0, 255, (36, 36, 3), np.uint8)
+
+    def observe(self):
+        self.clock += 1
+        image = self.np_random.integers(0, 256, (36, 36, 3)).astype(np.uint8)
+        image[0, 0] = self.number, self.clock // 256, self.clock % 256
+        return image.transpose(2, 0, 1).copy()
+
+    def reset(self, **kwargs):
+        obs, info = super().reset(**kwargs)
+        return obs.transpose(1, 2, 0), info
+
+    def step(self, action):
+        obs, *rest = super().step(action)
+        return obs.transpose(1, 2, 0), *rest
+
+
+gym.register("Wander-v0", Wander, disable_env_checker=True)
+gym.register("Wild-v0", Wander, disable_env_checker=True, kwargs=dict(scale=6.0))
+gym.register("Blind-v0", Wander, disable_env_checker=True, kwargs=dict(blind=True))
+gym.register("WanderImage-v0", WanderImage, disable_env_checker=True)
+
+
+def names_of(obs):
+    """(environment, clock) of observations (..., 6) or (..., 3, 36, 36), a list."""
+    obs = torch.as_tensor(obs)
+    if obs.shape[-1] == 36:
+        number, high, low = obs[..., 0, 0].flatten(0, -2).long().T
+        return list(zip(number.tolist(), (256 * high + low).tolist(), strict=True))
+    number, clock = (obs[..., :2].double() * torch.tensor([16, 256])).round().flatten(0, -2).long().T
+    return list(zip(number.tolist(), clock.tolist(), strict=True))
+
+
+def name_of(obs):
+    return names_of(obs[None])[0]
+
+
+class Record:
+    """A run of script.train(args): traces of its environments and the learner's gradient steps.
+
+    weights: those before each gradient step and after the last, dictionaries of float64 arrays.
+    inputs: what the agent read in each gradient step. began: steps begun in each environment by then.
+    """
+
+    def __init__(self, script, args, monkeypatch, calls=()):
+        self.weights, self.prints, self.inputs, self.began, self.learner = [], [], [], [], None
+        self.calls = {name: [] for name in calls}  # of functions of the script: arguments and results
+        self.traces = Wander.everyone
+        Wander.everyone.clear()
+        Wander.seen.clear()
+        monkeypatch.setattr(script, "Agent", self.recorded(script.Agent))
+        for name in calls:
+            monkeypatch.setattr(script, name, self.spied(getattr(script, name), self.calls[name]))
+        self.run_dir = script.train(args)
+        self.snapshot(self.learner)
+        self.place = {}  # (environment, clock) -> step
+        for trace in self.traces:
+            for t, obs in enumerate([*trace.obs, trace.now]):
+                self.place[name_of(obs)] = trace.number, t
+            trace.obs.append(trace.now)
+
+    def recorded(self, Agent):
+        record = self
+
+        class Recorded(Agent):
+            def __init__(self, *args):
+                super().__init__(*args)
+                record.learner = record.learner or self
+                head = [x for x in self.actor.modules() if isinstance(x, torch.nn.Linear)][-1]
+                with torch.no_grad():
+                    head.weight *= 200  # else all policies are nearly uniform
+
+            def forward(self, *inputs):
+                if torch.is_grad_enabled():
+                    record.snapshot(self)
+                    record.inputs.append(copied(inputs))
+                    record.began.append([len(trace.actions) for trace in record.traces])
+                else:
+                    obs = inputs[0]["obs"] if isinstance(inputs[0], dict) else inputs[0]
+                    Wander.seen.update(dict.fromkeys(names_of(obs), fingerprint(self)))
+                return super().forward(*inputs)
+
+        return Recorded
+
+    def spied(self, function, calls):
+        def spy(*args):
+            result = function(*args)
+            calls.append((copied(args[1:] if callable(args[0]) else args), copied(result)))
+            return result
+
+        return spy
+
+    def snapshot(self, agent):
+        self.weights.append({name: x.detach().double().numpy() for name, x in agent.state_dict().items()})
+        self.prints.append(fingerprint(agent))
+
+    def samples(self, obs):
+        """(environment, step) of observations that were acted upon, or are yet to be."""
+        return [self.place[name] for name in names_of(obs)]
+
+
+def fingerprint(agent):
+    return hash(b"".join(x.detach().numpy().tobytes() for x in agent.parameters()))
+
+
+def copied(x):
+    if isinstance(x, dict):
+        return {name: copied(value) for name, value in x.items()}
+    if isinstance(x, tuple | list):
+        return [copied(value) for value in x]
+    return x.detach().clone() if isinstance(x, torch.Tensor) else np.copy(x) if isinstance(x, np.ndarray) else x

@@ -1,0 +1,170 @@
+"""Whole recorded runs of impala_vtrace.py and ppo_async.py against plain references in float64.
+
+A reference (tests/reference) is given the first weights, what the environments did, and which unrolls by
+which version a batch had; that is seen from outside by their observations, and in a run that takes turns it
+is computed, too. It computes all weights, targets and logs anew, from the papers, with no step in between
+taken from the script.
+"""
+
+import numpy as np
+import pytest
+import torch
+from conftest import scalars
+from recording import Record
+from reference.decoupled import InTurn, episodes
+from reference.impala import Impala
+
+import impala_vtrace
+
+CLOSE = dict(rtol=1e-3, atol=1e-5)  # the script computes in float32
+
+
+def check_weights(reference, script, before, share=1e-3):
+    """New weights, to a share of what the update changed."""
+    for name, x in reference.items():
+        change = np.abs(x - before[name]).max()
+        np.testing.assert_allclose(script[name], x, rtol=1e-6, atol=share * change + 1e-6, err_msg=name)
+
+
+def check_logs(run_dir, expected):
+    """{tag: [(step, value)]}, all in the order in which they are logged."""
+    for tag, points in expected.items():
+        found = scalars(run_dir, tag)
+        assert [step for step, _ in found] == [step for step, _ in points], tag
+        np.testing.assert_allclose([x for _, x in found], [x for _, x in points], **CLOSE, err_msg=tag)
+
+
+def check_episodes(run_dir, expected):
+    """(step, return, length) of each episode; those of one step in any order."""
+    returns, lengths = (scalars(run_dir, f"charts/episodic_{name}") for name in ("return", "length"))
+    assert [step for step, _ in returns] == sorted(step for step, *_ in expected) and len(expected) > 5
+    found = sorted((step, r, length) for (step, r), (_, length) in zip(returns, lengths, strict=True))
+    np.testing.assert_allclose(found, sorted(expected), **CLOSE)
+
+
+def check_versions(made, iteration, capacity):
+    """No unroll was made by later weights, or by older ones than there is room for."""
+    lags = [iteration - version for version in made]
+    assert min(lags) >= 0 and max(lags) <= capacity, lags
+
+
+def check_noise(samples):
+    """Actions are drawn from the policy: their log-probability is minus the entropy, on average."""
+    surprise = variance = 0.0
+    for logprobs, action in samples:
+        mean = (logprobs.exp() * logprobs).sum()
+        surprise += logprobs[action] - mean
+        variance += (logprobs.exp() * (logprobs - mean) ** 2).sum()
+    assert variance > 0.3 and abs(surprise) < 5 * variance**0.5
+
+
+# === IMPALA ===
+
+
+def impala_args(**flags):
+    flags = dict(env_id="Wander-v0", num_envs=4, batch_unrolls=4, num_steps=5, gamma=0.9) | flags
+    flags = dict(learning_rate=0.02, ent_coef=0.05, vf_coef=0.3, device="cpu", log_every=1) | flags
+    flags = dict(rho_bar=1.01) | flags  # with 1, rounding would decide whether a weight of 1 is clipped
+    args = impala_vtrace.Args(**dict(total_timesteps=10**5) | flags)
+    args.total_timesteps = flags.get("updates", 6) * args.batch_size
+    return args
+
+
+IMPALA = {
+    "default": dict(sync=True),
+    "vtrace": dict(num_actors=2, rho_bar=1.5, c_bar=0.8, vtrace_lambda=0.9, bootstrap_truncated=True),
+    "lstm": dict(lstm=True, num_actors=2, bootstrap_truncated=True, max_grad_norm=2.0),
+    "lstm in turn": dict(lstm=True, sync=True, bootstrap_truncated=True, num_steps=20, rmsprop_decay=0.9),
+    "replay": dict(lstm=True, replay_fraction=0.5, batch_unrolls=8, replay_unrolls=6, bootstrap_truncated=True),
+    "replay in turn": dict(sync=True, replay_fraction=0.25, batch_unrolls=16, num_envs=12, num_actors=3),
+    "behind": dict(num_envs=8, num_actors=2, batch_unrolls=2, rewards="raw", max_grad_norm=3.0),
+    "behind in turn": dict(sync=True, num_envs=8, num_actors=2, batch_unrolls=2, anneal_lr=False),
+    "one-step-is": dict(sync=True, correction="one-step-is", batch_unrolls=2, rho_bar=0.9),
+    "epsilon": dict(sync=True, correction="epsilon", batch_unrolls=2, rewards="soft-asymmetric"),
+    "none": dict(correction="none", num_envs=8, rmsprop_eps=0.1, rewards="soft-asymmetric"),
+    "two tasks": dict(env_id="Wander-v0,Wild-v0", num_envs=8, batch_unrolls=8, num_steps=40, log_every=4),
+    "tasks in turn": dict(env_id="Wander-v0,Wild-v0", num_envs=8, num_actors=2, sync=True, lstm=True),
+    "shallow": dict(env_id="WanderImage-v0", lstm=True, learning_rate=1e-3),
+    "deep": dict(env_id="WanderImage-v0", network="deep", sync=True, num_envs=2, batch_unrolls=2),
+}
+
+
+def new_and_replayed(args, batches):
+    """Of each batch of (environment, first step): the new unrolls, which stand first, and the replayed."""
+    stored = []
+    for batch in batches:
+        size = max(1, round(args.batch_unrolls * (1 - args.replay_fraction)))
+        new, replayed = batch[:size], batch[size:]
+        assert len(batch) == args.batch_unrolls and len(set(new)) == size and not set(new) & set(stored)
+        stored += new
+        assert set(replayed) <= set(stored[-args.replay_unrolls :]), "not in the replay any more"
+        yield new, replayed
+
+
+@pytest.mark.parametrize("name", IMPALA)
+def test_impala(name, monkeypatch):
+    flags = dict(IMPALA[name])
+    args = impala_args(**flags)
+    T, num_updates = args.num_steps, args.total_timesteps // args.batch_size
+    run = Record(impala_vtrace, args, monkeypatch, ["vtrace"])
+    share = 1e-2 if "Image" in args.env_id else 1e-3
+    assert len(run.inputs) == num_updates
+    batches = [[] for _ in run.inputs]
+    for batch, (rows, _) in zip(batches, run.inputs, strict=True):
+        batch += run.samples(rows["obs"][0])
+    reference = Impala(args, run.weights[0], run.traces, num_updates)
+    in_turn = InTurn(len(args.env_id.split(",")) * args.num_actors, args.num_envs // args.num_groups, T)
+    unrolls, lags, ended, logs = {}, [], [], {}
+    tasks = {task: [] for task in args.env_id.split(",")}
+    for k, (new, replayed) in enumerate(new_and_replayed(args, batches)):
+        made = []
+        for n, begin in new:
+            by = {run.prints.index(x) for x in run.traces[n].actors[begin : begin + T]}
+            assert len(by) == 1, "an unroll by several versions"
+            made += by
+            unrolls[n, begin] = reference.act(n, begin, *by)
+        if args.sync:
+            scheduled = in_turn.collect(len(new) // args.group_size, k)
+            assert scheduled == [(n, begin, version) for (n, begin), version in zip(new, made, strict=True)]
+        groups = len(new) // args.group_size
+        check_versions(made, k, 1 + (max(2 * len(tasks) * args.num_actors, groups) - 1) // groups)
+        lags += [k - version for version in made]
+
+        # what the learner reads, row by row
+        batch = [unrolls[x] for x in new + replayed]
+        rows, state = run.inputs[k]
+        for j, unroll in enumerate(batch):
+            expected = [reference.row(unroll.trace, t) for t in range(unroll.begin, unroll.begin + T + 1)]
+            for field, column in zip(("obs", "last_actions", "last_rewards", "starts"), zip(*expected)):
+                if field == "obs" or args.lstm:
+                    np.testing.assert_allclose(rows[field][:, j], np.array(column), rtol=1e-6, err_msg=field)
+            np.testing.assert_allclose(state[:, j], torch.stack(unroll.state), **CLOSE)
+
+        losses, targets = reference.learn(batch)
+        np.testing.assert_allclose(run.calls["vtrace"][k][1][0], np.transpose(targets), rtol=2e-3, atol=2e-4)
+        check_weights(reference.weights[k + 1], run.weights[k + 1], run.weights[k], share)
+
+        # what is logged
+        step = k * args.batch_size
+        for n, begin in new:
+            task = list(tasks)[n // (2 * args.group_size) % len(tasks)]
+            for t, total, length in episodes(run.traces[n]):
+                if begin <= t < begin + T:
+                    ended.append((step + (t - begin + 1) * len(new), total, length))
+                    tasks[task].append((k, new.index((n, begin)) // args.group_size, t, n, total))
+        if (k + 1) % args.log_every == 0 or k + 1 == num_updates:
+            losses = {f"losses/{name}": x for name, x in losses.items()}
+            losses |= {"charts/policy_lag": np.mean(lags), "charts/policy_lag_max": max(lags)}
+            losses |= {"charts/learning_rate": reference.lr}
+            losses |= {"charts/sample_reuse": len(batch) / len(new)}
+            if len(tasks) > 1:
+                returns = {task: [total for *_, total in sorted(found)[-100:]] for task, found in tasks.items()}
+                losses |= {f"tasks/{task}": np.mean(x) for task, x in returns.items() if x}
+            for tag, x in losses.items():
+                logs.setdefault(tag, []).append((step + args.batch_size, x))
+        if k % args.log_every == args.log_every - 1:
+            lags = []
+    check_logs(run.run_dir, logs)
+    check_episodes(run.run_dir, ended)
+    check_noise([(x, a) for u in unrolls.values() for x, a in zip(u.logprobs, u.trace.actions[u.begin :])])
+    assert len({trace.seeds[0] for trace in run.traces}) == args.num_envs == len(run.traces)
