@@ -83,14 +83,80 @@ gym.register("Blind-v0", Wander, disable_env_checker=True, kwargs=dict(blind=Tru
 gym.register("WanderImage-v0", WanderImage, disable_env_checker=True)
 
 
+class Game:
+    """The trace of an Atari game within a vector of games. A lost life ends an episode, but not the game."""
+
+    def __init__(self):
+        self.number, self.clock, self.total = len(Wander.everyone), -1, 0.0
+        self.obs, self.last_obs, self.actions, self.rewards = [], [], [], []
+        self.terminated, self.truncated, self.actors, self.seeds = [], [], [], []
+        self.scores = []  # (last step, score) of whole games
+        Wander.everyone.append(self)
+
+    def begin(self, frames, lives):
+        self.clock, self.lives = self.clock + 1, lives
+        frames[-1, 0, :3] = self.number, self.clock // 256, self.clock % 256
+        self.now = frames.copy()
+
+    def step(self, action, frames, reward, terminated, truncated, lives):
+        self.obs.append(self.now)
+        self.actors.append(Wander.seen[name_of(self.now)])
+        self.total += reward
+        if terminated or truncated:
+            self.scores.append((len(self.actions), self.total))
+            self.total = 0.0
+        self.actions.append(int(action))
+        self.rewards.append(float(reward))
+        self.terminated.append(bool(terminated or lives < self.lives))
+        self.truncated.append(bool(truncated))
+        self.last_obs.append(None)  # no game of a test is long enough to be cut
+        self.begin(frames, lives)
+
+
+def recorded_games(make_env):
+    """make_env() for Atari, with a name in the pixels of each observation and a trace of each game."""
+
+    def make(*inputs):
+        envs = make_env(*inputs)
+        games = [Game() for _ in range(envs.num_envs)]
+        reset, send, recv, sent = envs.reset, envs.send, envs.recv, []
+
+        def recorded_reset(seed):
+            obs, info = reset(seed=seed)
+            obs = obs.copy()
+            for n, game in enumerate(games):
+                game.seeds.append(seed + n)
+                game.begin(obs[n], info["lives"][n])
+            return obs, info
+
+        def recorded_send(actions):
+            sent.append(np.copy(actions))
+            send(actions)
+
+        def recorded_recv():
+            obs, rewards, terminated, truncated, info = recv()
+            obs, actions, lives = obs.copy(), sent.pop(), info["lives"].copy()
+            for game, *step in zip(games, actions, obs, rewards, terminated, truncated, lives, strict=True):
+                game.step(*step)
+            return obs, rewards, terminated, truncated, info
+
+        envs.reset, envs.send, envs.recv = recorded_reset, recorded_send, recorded_recv
+        return envs
+
+    return make
+
+
 def names_of(obs):
-    """(environment, clock) of observations (..., 6) or (..., 3, 36, 36), a list."""
+    """(environment, clock) of observations, a list: of vectors (..., 6) by their first two numbers, of images
+    (..., 3, 36, 36) by the first pixel's colours, of games (..., 4, 84, 84) by the last frame's first pixels.
+    """
     obs = torch.as_tensor(obs)
-    if obs.shape[-1] == 36:
-        number, high, low = obs[..., 0, 0].flatten(0, -2).long().T
-        return list(zip(number.tolist(), (256 * high + low).tolist(), strict=True))
-    number, clock = (obs[..., :2].double() * torch.tensor([16, 256])).round().flatten(0, -2).long().T
-    return list(zip(number.tolist(), clock.tolist(), strict=True))
+    if obs.shape[-1] == 6:
+        number, clock = (obs[..., :2].double() * torch.tensor([16, 256])).round().flatten(0, -2).long().T
+        return list(zip(number.tolist(), clock.tolist(), strict=True))
+    pixels = obs[..., 0, 0] if obs.shape[-1] == 36 else obs[..., -1, 0, :3]
+    number, high, low = pixels.flatten(0, -2).long().T
+    return list(zip(number.tolist(), (256 * high + low).tolist(), strict=True))
 
 
 def name_of(obs):
@@ -104,13 +170,15 @@ class Record:
     inputs: what the agent read in each gradient step. began: steps begun in each environment by then.
     """
 
-    def __init__(self, script, args, monkeypatch, calls=()):
+    def __init__(self, script, args, monkeypatch, calls=(), head=200):
         self.weights, self.prints, self.inputs, self.began, self.learner = [], [], [], [], None
+        self.head = head  # times the policy's last weights: else all policies are nearly uniform
         self.calls = {name: [] for name in calls}  # of functions of the script: arguments and results
-        self.traces = Wander.everyone
-        Wander.everyone.clear()
+        self.traces = Wander.everyone = []
         Wander.seen.clear()
         monkeypatch.setattr(script, "Agent", self.recorded(script.Agent))
+        if "NoFrameskip" in args.env_id:
+            monkeypatch.setattr(script, "make_env", recorded_games(script.make_env))
         for name in calls:
             monkeypatch.setattr(script, name, self.spied(getattr(script, name), self.calls[name]))
         self.run_dir = script.train(args)
@@ -130,7 +198,7 @@ class Record:
                 record.learner = record.learner or self
                 head = [x for x in self.actor.modules() if isinstance(x, torch.nn.Linear)][-1]
                 with torch.no_grad():
-                    head.weight *= 200  # else all policies are nearly uniform
+                    head.weight *= record.head
 
             def forward(self, *inputs):
                 if torch.is_grad_enabled():
