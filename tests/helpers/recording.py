@@ -90,27 +90,29 @@ class Game:
         self.number, self.clock, self.total = len(Wander.everyone), -1, 0.0
         self.obs, self.last_obs, self.actions, self.rewards = [], [], [], []
         self.terminated, self.truncated, self.actors, self.seeds = [], [], [], []
-        self.scores = []  # (last step, score) of whole games
+        self.games = []  # (last step, score, length in frames)
         Wander.everyone.append(self)
 
-    def begin(self, frames, lives):
-        self.clock, self.lives = self.clock + 1, lives
+    def begin(self, frames, lives, count):
+        self.clock, self.lives, self.count = self.clock + 1, lives, count
         frames[-1, 0, :3] = self.number, self.clock // 256, self.clock % 256
         self.now = frames.copy()
 
-    def step(self, action, frames, reward, terminated, truncated, lives):
+    def step(self, action, frames, reward, terminated, truncated, lives, count):
         self.obs.append(self.now)
         self.actors.append(Wander.seen[name_of(self.now)])
         self.total += reward
         if terminated or truncated:
-            self.scores.append((len(self.actions), self.total))
+            self.games.append(
+                (len(self.actions), self.total, self.count + 4)
+            )  # at most, as a game may end within 4
             self.total = 0.0
         self.actions.append(int(action))
         self.rewards.append(float(reward))
         self.terminated.append(bool(terminated or lives < self.lives))
         self.truncated.append(bool(truncated))
         self.last_obs.append(None)  # no game of a test is long enough to be cut
-        self.begin(frames, lives)
+        self.begin(frames, lives, count)
 
 
 def recorded_games(make_env):
@@ -126,7 +128,7 @@ def recorded_games(make_env):
             obs = obs.copy()
             for n, game in enumerate(games):
                 game.seeds.append(seed + n)
-                game.begin(obs[n], info["lives"][n])
+                game.begin(obs[n], info["lives"][n], info["episode_frame_number"][n])
             return obs, info
 
         def recorded_send(actions):
@@ -135,8 +137,9 @@ def recorded_games(make_env):
 
         def recorded_recv():
             obs, rewards, terminated, truncated, info = recv()
-            obs, actions, lives = obs.copy(), sent.pop(), info["lives"].copy()
-            for game, *step in zip(games, actions, obs, rewards, terminated, truncated, lives, strict=True):
+            obs, actions = obs.copy(), sent.pop()
+            after = info["lives"].copy(), info["episode_frame_number"].copy()
+            for game, *step in zip(games, actions, obs, rewards, terminated, truncated, *after, strict=True):
                 game.step(*step)
             return obs, rewards, terminated, truncated, info
 
@@ -238,4 +241,6 @@ def copied(x):
         return {name: copied(value) for name, value in x.items()}
     if isinstance(x, tuple | list):
         return [copied(value) for value in x]
-    return x.detach().clone() if isinstance(x, torch.Tensor) else np.copy(x) if isinstance(x, np.ndarray) else x
+    return (
+        x.detach().clone() if isinstance(x, torch.Tensor) else np.copy(x) if isinstance(x, np.ndarray) else x
+    )

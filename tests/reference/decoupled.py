@@ -19,7 +19,9 @@ def was_cut(trace, t):
 
 
 def episodes(trace):
-    """(last step, return, length) of each episode."""
+    """(last step, return, length) of each episode; of games, which go on after a lost life, whole games."""
+    if hasattr(trace, "games"):
+        return trace.games
     total, length, found = 0.0, 0, []
     for t, reward in enumerate(trace.rewards):
         total, length = total + reward, length + 1
@@ -41,30 +43,30 @@ def layers(weights, beginning):
 
 def perceptron(layers, x, last_is_tanh=True):
     for k, (weight, bias) in enumerate(layers):
-        x = weight @ x + bias
+        x = x @ weight.T + bias
         x = x.tanh() if last_is_tanh or k + 1 < len(layers) else x
     return x
 
 
 def convolve(layers, obs, strides):
-    """Convolutions with ReLU after each, then one full layer with ReLU; of an image of bytes (C, H, W)."""
-    x = torch.tensor(obs / 255.0)[None]
+    """Convolutions with ReLU after each, then one full layer with ReLU; of images of bytes (n, C, H, W)."""
+    x = torch.tensor(obs / 255.0)
     for (weight, bias), stride in zip(layers[:-1], strides, strict=True):
         x = F.conv2d(x, weight, bias, stride=stride).relu()
     weight, bias = layers[-1]
-    return (weight @ x.flatten() + bias).relu()
+    return (x.flatten(1) @ weight.T + bias).relu()
 
 
 def residual_network(layers, obs):
     """Three times: convolution, pooling, two residual blocks of two convolutions. Figure 3, right."""
-    x, layers = torch.tensor(obs / 255.0)[None], iter(layers)
+    x, layers = torch.tensor(obs / 255.0), iter(layers)
     for _ in range(3):
         x = F.max_pool2d(F.conv2d(x, *next(layers), padding=1), 3, stride=2, padding=1)
         for _ in range(2):
             inner = F.conv2d(x.relu(), *next(layers), padding=1)
             x = x + F.conv2d(inner.relu(), *next(layers), padding=1)
     weight, bias = next(layers)
-    return (weight @ x.relu().flatten() + bias).relu()
+    return (x.relu().flatten(1) @ weight.T + bias).relu()
 
 
 class InTurn:

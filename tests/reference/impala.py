@@ -44,9 +44,9 @@ class Impala:
         if obs.ndim == 1:
             x = perceptron(network, torch.tensor(obs.astype(np.float64)))
         elif self.args.network == "deep":
-            x = residual_network(network, obs)
+            x = residual_network(network, obs[None])[0]
         else:
-            x = convolve(network, obs, (4, 2))
+            x = convolve(network, obs[None], (4, 2))[0]
         if self.args.lstm:
             one_hot = [float(a == last_action) for a in range(len(weights["actor.bias"]))]
             clipped = min(1.0, max(-1.0, last_reward))

@@ -17,8 +17,8 @@ class Segment:
     trace: object
     begin: int  # its first step in the trace
     version: int  # updates behind the weights that acted
-    logprobs: list  # of all actions, under the policy that acted
-    values: list  # T + 1, by the weights that acted
+    logprobs: tuple  # of all actions, under the policy that acted
+    values: tuple  # T + 1, by the weights that acted
 
 
 class OffPolicyPPO:
@@ -34,29 +34,26 @@ class OffPolicyPPO:
         """Updates that took place."""
         return len(self.versions) - 1
 
-    def look(self, weights, obs):
-        """Log-probabilities of all actions, and the value."""
-        if obs.ndim == 1:
-            x = torch.tensor(obs.astype(np.float64))
-            logits = perceptron(layers(weights, "actor"), x, last_is_tanh=False)
-            value = perceptron(layers(weights, "critic"), x, last_is_tanh=False)[0]
-        else:
+    def look(self, weights, observations):
+        """(log-probabilities of all actions, value) of each observation."""
+        obs = np.stack(observations)
+        x = torch.tensor(obs.astype(np.float64))
+        if obs.ndim > 2:
             x = convolve(layers(weights, "network"), obs, (4, 2, 1))
-            logits = weights["actor.weight"] @ x + weights["actor.bias"]
-            value = (weights["critic.weight"] @ x + weights["critic.bias"])[0]
-        return logits - logits.exp().sum().log(), value
+        logits = perceptron(layers(weights, "actor"), x, last_is_tanh=False)
+        values = perceptron(layers(weights, "critic"), x, last_is_tanh=False)
+        return [(z - z.exp().sum().log(), v) for z, v in zip(logits, values[:, 0], strict=True)]
 
-    def now(self, obs):
-        """The same by the newest weights, without gradient."""
-        logprobs, value = self.look({k: torch.tensor(x) for k, x in self.weights[-1].items()}, obs)
-        return logprobs, value.item()
+    def without_gradient(self, observations, step=-1):
+        """The same by the weights after so many gradient steps."""
+        weights = {name: torch.tensor(x) for name, x in self.weights[step].items()}
+        return [(logprobs, value.item()) for logprobs, value in self.look(weights, observations)]
 
     def act(self, number, begin, version):
         """The segment that starts there, as the weights of a version have made it."""
-        trace, weights = self.traces[number], self.weights[self.versions[version]]
-        weights = {name: torch.tensor(x) for name, x in weights.items()}
-        seen = [self.look(weights, obs) for obs in trace.obs[begin : begin + self.args.num_steps + 1]]
-        return Segment(trace, begin, version, [x for x, _ in seen[:-1]], [v.item() for _, v in seen])
+        trace, end = self.traces[number], begin + self.args.num_steps
+        logprobs, values = zip(*self.without_gradient(trace.obs[begin : end + 1], self.versions[version]))
+        return Segment(trace, begin, version, logprobs[:-1], values)
 
     @property
     def lr(self):
@@ -74,12 +71,12 @@ class OffPolicyPPO:
         """A_t, the sum of (gamma lambda)^l delta_{t+l} up to the end of the episode or the segment."""
         args, trace, begin, values = self.args, segment.trace, segment.begin, segment.values
         if args.gae_on_learner:
-            values = [self.now(obs)[1] for obs in trace.obs[begin : begin + args.num_steps + 1]]
+            values = [x for _, x in self.without_gradient(trace.obs[begin : begin + args.num_steps + 1])]
         deltas, advantages = [], []
         for t in range(args.num_steps):
             beyond = 0.0 if ended(trace, begin + t) else values[t + 1]
             if was_cut(trace, begin + t) and args.bootstrap_truncated:
-                beyond = self.now(trace.last_obs[begin + t])[1]
+                beyond = self.without_gradient([trace.last_obs[begin + t]])[0][1]
             deltas.append(self.reward(trace.rewards[begin + t]) + args.gamma * beyond - values[t])
         for t in range(args.num_steps):
             total = 0.0
@@ -95,13 +92,14 @@ class OffPolicyPPO:
         found = {}
         for segment in segments:
             advantages, values = self.advantages(segment)
+            recent = self.without_gradient(segment.trace.obs[segment.begin :][: self.args.num_steps])
             for k in range(self.args.num_steps):
                 t, action = segment.begin + k, segment.trace.actions[segment.begin + k]
                 found[segment.trace.number, t] = dict(
                     obs=segment.trace.obs[t],
                     action=action,
                     logprob=segment.logprobs[k][action].item(),
-                    recent=self.now(segment.trace.obs[t])[0][action].item(),
+                    recent=recent[k][0][action].item(),
                     value=values[k],
                     advantage=advantages[k],
                     target=advantages[k] + values[k],
@@ -131,7 +129,9 @@ class OffPolicyPPO:
         losses |= {"staleness/mean": ages.mean(), "staleness/max": ages.max()}
         for age in set(ages.tolist()):
             losses[f"staleness/clipfrac_{age}"] = clipped[ages == age].mean()
-        advantages, targets = (np.array([x[key] for x in samples.values()]) for key in ("advantage", "target"))
+        advantages, targets = (
+            np.array([x[key] for x in samples.values()]) for key in ("advantage", "target")
+        )
         losses["losses/clipfrac"] = clipped.mean()
         losses["losses/explained_variance"] = 1 - advantages.var() / targets.var()
         losses["charts/sample_reuse"] = len(ages) / (args.batch_unrolls * args.num_steps)
@@ -145,8 +145,8 @@ class OffPolicyPPO:
             advantages = (advantages - advantages.mean()) / (advantages.std(ddof=1) + 1e-8)
         policy_loss = value_loss = entropy = old_kl = kl = behavior_kl = 0.0
         outside = []
-        for sample, advantage in zip(minibatch, advantages, strict=True):
-            logprobs, value = self.look(weights, sample["obs"])
+        looks = self.look(weights, [sample["obs"] for sample in minibatch])
+        for sample, advantage, (logprobs, value) in zip(minibatch, advantages, looks, strict=True):
             center = sample["recent"] if args.decoupled else sample["logprob"]
             weight = np.exp(center - sample["logprob"])  # from the policy that acted to the clip's center
             logratio = logprobs[sample["action"]] - center
@@ -167,7 +167,9 @@ class OffPolicyPPO:
         loss.backward()
         self.descend({name: x.grad.numpy() for name, x in weights.items()})
         losses = dict(policy_loss=policy_loss.item(), value_loss=value_loss.item(), entropy=entropy.item())
-        losses |= dict(old_approx_kl=old_kl, approx_kl=kl) | (dict(behavior_kl=behavior_kl) if args.decoupled else {})
+        losses |= dict(old_approx_kl=old_kl, approx_kl=kl) | (
+            dict(behavior_kl=behavior_kl) if args.decoupled else {}
+        )
         return {f"losses/{name}": x for name, x in losses.items()}, outside
 
     def descend(self, gradients):
