@@ -1,13 +1,13 @@
 """Whole recorded runs of impala_vtrace.py and ppo_async.py against plain references in float64.
 
-A reference (tests/reference) is given the first weights, what the environments did, and which unrolls by
-which version a batch had; that is seen from outside by their observations, and in a run that takes turns it
-is computed, too. It computes all weights, targets and logs anew, from the papers, with no step in between
-taken from the script.
+A reference (tests/reference) is given the first weights, what the environments did, and which unrolls of
+which versions each batch had. The latter is seen from outside, as every observation has a name
+(recording.py); where actors and learner take turns, it also follows from the flags. From that the reference
+computes states, targets, losses, weights and logs of the whole run, and nothing that the script computed
+comes in between.
 """
 
 import time
-from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -41,7 +41,7 @@ def check_logs(run_dir, expected):
 
 
 def check_episodes(run_dir, expected, frames=0):
-    """(step, return, length) of each episode; those of one step in any order. Lengths may differ by frames."""
+    """(step, return, length) of each episode, in any order within a step. Lengths may differ by frames."""
     returns, lengths = (scalars(run_dir, f"charts/episodic_{name}") for name in ("return", "length"))
     assert [step for step, _ in returns] == sorted(step for step, *_ in expected) and expected
     found = sorted((step, r, length) for (step, r), (_, length) in zip(returns, lengths, strict=True))
@@ -50,20 +50,29 @@ def check_episodes(run_dir, expected, frames=0):
     assert (np.abs(found[:, 2] - expected[:, 2]) <= frames).all()
 
 
-def check_versions(made, iteration, capacity):
-    """No unroll was made by later weights, or by older ones than there is room for."""
-    lags = [iteration - version for version in made]
-    assert min(lags) >= 0 and max(lags) <= capacity, lags
+def check_seeds(run):
+    """Every environment began with a seed of its own."""
+    assert len({trace.seeds[0] for trace in run.traces}) == len(run.traces)
 
 
 def check_noise(samples):
-    """Actions are drawn from the policy: their log-probability is minus the entropy, on average."""
+    """Actions are drawn from their policy: on average, their log-probability is minus the entropy."""
     surprise = variance = 0.0
     for logprobs, action in samples:
         mean = (logprobs.exp() * logprobs).sum()
         surprise += logprobs[action] - mean
         variance += (logprobs.exp() * (logprobs - mean) ** 2).sum()
     assert variance > 0.3 and abs(surprise) < 5 * variance**0.5
+
+
+def share_of(run):
+    """What check_weights() allows: images go through more layers, whose ReLUs rounding may switch."""
+    return 2e-2 if run.traces[0].obs[0].ndim > 1 else 1e-3
+
+
+def ended_in(trace, begin, length):
+    """(step of the unroll from 1, return, length) of each episode that ended there."""
+    return [(t - begin + 1, *rest) for t, *rest in episodes(trace) if begin <= t < begin + length]
 
 
 # === IMPALA ===
@@ -98,7 +107,14 @@ IMPALA = {
     "shallow": dict(env_id="WanderImage-v0", lstm=True, learning_rate=1e-3),
     "deep": dict(env_id="WanderImage-v0", network="deep", sync=True, num_envs=2, batch_unrolls=2),
     "Atari": dict(
-        env_id="BreakoutNoFrameskip-v4", num_envs=2, batch_unrolls=2, num_steps=30, learning_rate=1e-3
+        sync=True,
+        env_id="BreakoutNoFrameskip-v4",
+        num_envs=2,
+        batch_unrolls=2,
+        num_steps=30,
+        updates=5,
+        learning_rate=1e-4,
+        seed=5,
     ),
 }
 
@@ -115,75 +131,77 @@ def new_and_replayed(args, batches):
         yield new, replayed
 
 
-@pytest.mark.parametrize("name", IMPALA)
-def test_impala(name, monkeypatch):
-    flags = dict(IMPALA[name])
+def check_rows(rows, state, reference, unrolls):
+    """What the learner reads: T + 1 rows of each unroll, and the LSTM's state before the first."""
+    names = ("obs", "last_actions", "last_rewards", "starts") if reference.args.lstm else ("obs",)
+    for j, unroll in enumerate(unrolls):
+        steps = range(unroll.begin, unroll.begin + reference.args.num_steps + 1)
+        expected = [reference.row(unroll.trace, t) for t in steps]
+        for k, name in enumerate(names):
+            np.testing.assert_array_equal(rows[name][:, j], np.array([row[k] for row in expected]), name)
+        np.testing.assert_allclose(state[:, j], torch.stack(unroll.state), **CLOSE)
+
+
+def impala_logs(args, traces, updates):
+    """What is logged, and the episodes. updates: (new unrolls, versions behind, losses) of each."""
+    logs, ended, lags = {}, [], []
+    returns = {task: [] for task in args.env_id.split(",")}
+    for k, (new, behind, losses) in enumerate(updates):
+        lags += behind
+        arrived = []  # group by group, and in a group as the episodes ended
+        for j, (n, begin) in enumerate(new):
+            task = list(returns)[n // (2 * args.group_size) % len(returns)]
+            for t, total, length in ended_in(traces[n], begin, args.num_steps):
+                ended.append((k * args.batch_size + t * len(new), total, length))
+                arrived.append((j // args.group_size, t, j, task, total))
+        for *_, task, total in sorted(arrived):
+            returns[task].append(total)
+        if (k + 1) % args.log_every == 0 or k + 1 == len(updates):
+            scalars = losses | {"charts/policy_lag": np.mean(lags), "charts/policy_lag_max": max(lags)}
+            scalars |= {"charts/sample_reuse": args.batch_unrolls / len(new)}
+            if len(returns) > 1:
+                scalars |= {f"tasks/{task}": np.mean(x[-100:]) for task, x in returns.items() if x}
+            for tag, x in scalars.items():
+                logs.setdefault(tag, []).append(((k + 1) * args.batch_size, x))
+            lags = []
+    return logs, ended
+
+
+@pytest.mark.parametrize("flags", IMPALA.values(), ids=IMPALA)
+def test_impala(flags, monkeypatch):
     args = impala_args(**flags)
     T, num_updates = args.num_steps, args.total_timesteps // args.batch_size
     run = Record(impala_vtrace, args, monkeypatch, ["vtrace"])
     assert len(run.inputs) == num_updates
-    share = 2e-2 if run.traces[0].obs[0].ndim > 1 else 1e-3  # ReLUs on the edge
-    batches = [[] for _ in run.inputs]
-    for batch, (rows, _) in zip(batches, run.inputs, strict=True):
-        batch += run.samples(rows["obs"][0])
     reference = Impala(args, run.weights[0], run.traces, num_updates)
-    in_turn = InTurn(len(args.env_id.split(",")) * args.num_actors, args.num_envs // args.num_groups, T)
-    unrolls, lags, ended, logs = {}, [], [], {}
-    tasks = {task: [] for task in args.env_id.split(",")}
+    num_actors = len(args.env_id.split(",")) * args.num_actors
+    in_turn = InTurn(num_actors, args.group_size, T)
+    unrolls, updates = {}, []
+    batches = [run.samples(rows["obs"][0]) for rows, _ in run.inputs]
     for k, (new, replayed) in enumerate(new_and_replayed(args, batches)):
-        made = []
-        for n, begin in new:
-            by = {run.prints.index(x) for x in run.traces[n].actors[begin : begin + T]}
-            assert len(by) == 1, "an unroll by several versions"
-            made += by
-            unrolls[n, begin] = reference.act(n, begin, *by)
-        if args.sync:
-            scheduled = in_turn.collect(len(new) // args.group_size, k)
-            assert scheduled == [(n, begin, version) for (n, begin), version in zip(new, made, strict=True)]
-        groups = len(new) // args.group_size
-        check_versions(made, k, 1 + (max(2 * len(tasks) * args.num_actors, groups) - 1) // groups)
-        lags += [k - version for version in made]
-
-        # what the learner reads, row by row
-        batch = [unrolls[x] for x in new + replayed]
-        rows, state = run.inputs[k]
-        for j, unroll in enumerate(batch):
-            expected = [reference.row(unroll.trace, t) for t in range(unroll.begin, unroll.begin + T + 1)]
-            for field, column in zip(("obs", "last_actions", "last_rewards", "starts"), zip(*expected)):
-                if field == "obs" or args.lstm:
-                    np.testing.assert_allclose(rows[field][:, j], np.array(column), rtol=1e-6, err_msg=field)
-            np.testing.assert_allclose(state[:, j], torch.stack(unroll.state), **CLOSE)
-
+        made = [(n, begin, run.acted(n, begin, T)) for n, begin in new]
+        behind = [k - version for *_, version in made]
+        num_groups = len(new) // args.group_size
+        if args.sync:  # who acts when follows from the flags
+            assert made == in_turn.collect(num_groups, k)
+        elif num_groups % (2 * num_actors) == 0:  # a batch takes all that there is room for
+            assert 0 <= min(behind) and max(behind) <= 1
+        unrolls |= {(n, begin): reference.act(n, begin, version) for n, begin, version in made}
+        batch = [unrolls[name] for name in new + replayed]
+        check_rows(*run.inputs[k], reference, batch)
         losses, targets = reference.learn(batch)
-        np.testing.assert_allclose(run.calls["vtrace"][k][1][0], np.transpose(targets), rtol=2e-3, atol=2e-4)
-        check_weights(reference.weights[k + 1], run.weights[k + 1], run.weights[k], share)
-
-        # what is logged
-        step = k * args.batch_size
-        for n, begin in new:
-            task = list(tasks)[n // (2 * args.group_size) % len(tasks)]
-            for t, total, length in episodes(run.traces[n]):
-                if begin <= t < begin + T:
-                    ended.append((step + (t - begin + 1) * len(new), total, length))
-                    tasks[task].append((k, new.index((n, begin)) // args.group_size, t, n, total))
-        if (k + 1) % args.log_every == 0 or k + 1 == num_updates:
-            losses = {f"losses/{name}": x for name, x in losses.items()}
-            losses |= {"charts/policy_lag": np.mean(lags), "charts/policy_lag_max": max(lags)}
-            losses |= {"charts/learning_rate": reference.lr}
-            losses |= {"charts/sample_reuse": len(batch) / len(new)}
-            if len(tasks) > 1:
-                returns = {
-                    task: [total for *_, total in sorted(found)[-100:]] for task, found in tasks.items()
-                }
-                losses |= {f"tasks/{task}": np.mean(x) for task, x in returns.items() if x}
-            for tag, x in losses.items():
-                logs.setdefault(tag, []).append((step + args.batch_size, x))
-        if k % args.log_every == args.log_every - 1:
-            lags = []
+        _, (vs, _) = run.calls["vtrace"][k]
+        np.testing.assert_allclose(vs, np.transpose(targets), rtol=2e-3, atol=2e-4)
+        check_weights(reference.weights[k + 1], run.weights[k + 1], run.weights[k], share_of(run))
+        updates.append((new, behind, losses))
+    logs, ended = impala_logs(args, run.traces, updates)
     check_logs(run.run_dir, logs)
-    check_episodes(run.run_dir, ended, 3 if name == "Atari" else 0)
-    check_noise([(x, a) for u in unrolls.values() for x, a in zip(u.logprobs, u.trace.actions[u.begin :])])
-    assert len({trace.seeds[0] for trace in run.traces}) == args.num_envs == len(run.traces)
+    check_episodes(run.run_dir, ended, frames=3 if "NoFrameskip" in args.env_id else 0)
+    check_seeds(run)
+    acts = [
+        (x, a) for u in unrolls.values() for x, a in zip(u.logprobs, u.trace.actions[u.begin :], strict=False)
+    ]
+    check_noise(acts)
 
 
 # === Off-policy PPO ===
@@ -215,87 +233,99 @@ OFF_POLICY_PPO = {
     "bounded": dict(num_envs=8, num_actors=2, batch_unrolls=4, max_staleness=1, updates=10),
     "image": dict(env_id="WanderImage-v0", learning_rate=1e-4, clip_coef=0.2),
     "Atari": dict(
-        env_id="BreakoutNoFrameskip-v4", num_envs=2, batch_unrolls=2, num_steps=30, learning_rate=1e-4
+        sync=True,
+        env_id="BreakoutNoFrameskip-v4",
+        num_envs=2,
+        batch_unrolls=2,
+        num_steps=30,
+        updates=5,
+        learning_rate=1e-4,
+        seed=3,
     ),
 }
-PPO_FIELDS = dict(
-    actions="action", logprobs="logprob", values="value", advantages="advantage", returns="target"
-)
 
 
-@pytest.mark.parametrize("name", OFF_POLICY_PPO)
-def test_off_policy_ppo(name, monkeypatch):
-    args = ppo_args(**OFF_POLICY_PPO[name])
+def segments_of(run, trained, args, reference):
+    """(environment, first step, version) of the segments whose samples are in these minibatches."""
+    names = {(n, t // args.num_steps * args.num_steps) for minibatch in trained for n, t in minibatch}
+    steps = [(n, begin, run.acted(n, begin, args.num_steps)) for n, begin in sorted(names)]
+    return [(n, begin, reference.versions.index(step)) for n, begin, step in steps]
+
+
+def check_samples(samples, minibatches, calls):
+    """Each sample as ppo_loss() was given it."""
+    fields = dict(
+        actions="action", logprobs="logprob", values="value", advantages="advantage", returns="target"
+    )
+    for names, ((batch, *_), _) in zip(minibatches, calls, strict=True):
+        for theirs, ours in fields.items():
+            expected = [samples[name][ours] for name in names]
+            np.testing.assert_allclose(batch[theirs], expected, rtol=2e-3, atol=2e-4, err_msg=theirs)
+
+
+def check_passes(passes, num_samples, reuse):
+    """Each sample once in a pass, in the last one a part of them, in minibatches of one size."""
+    for k, minibatches in enumerate(passes):
+        names = sum(minibatches, [])
+        assert len(set(names)) == len(names) == round(min(1.0, reuse - k) * num_samples)
+        sizes = [len(minibatch) for minibatch in minibatches]
+        assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("flags", OFF_POLICY_PPO.values(), ids=OFF_POLICY_PPO)
+def test_off_policy_ppo(flags, monkeypatch):
+    args = ppo_args(**flags)
     T, B, num_iterations = args.num_steps, args.batch_unrolls, args.total_timesteps // args.batch_size
+    num_groups, is_atari = B // args.group_size, "NoFrameskip" in args.env_id
     run = Record(ppo_async, args, monkeypatch, ["ppo_loss"])
     trained = [run.samples(obs) for (obs,) in run.inputs]  # of each gradient step
-    reward = np.sign if name == "Atari" else float  # Atari's rewards are clipped
-    reference = OffPolicyPPO(args, run.weights[0], run.traces, num_iterations, reward)
-    in_turn = InTurn(args.num_actors, args.group_size, T)
-    steps, held, logs, ended, noise, kept_once = 0, deque(), {}, [], [], set()
-    share = 2e-2 if run.traces[0].obs[0].ndim > 1 else 1e-3  # ReLUs on the edge
     dropped = dict(scalars(run.run_dir, "staleness/dropped"))
+    reward = np.sign if is_atari else float  # Atari's rewards are clipped
+    reference = OffPolicyPPO(args, run.weights[0], run.traces, num_iterations, reward)
+    in_turn, held = InTurn(args.num_actors, args.group_size, T), []
+    logs, ended, acts, all_kept = {}, [], [], []
     for k in range(num_iterations):
-        end = (k + 1) * args.batch_size
+        begin, end, first = k * args.batch_size, (k + 1) * args.batch_size, len(reference.weights) - 1
         if args.sync:  # who acts when follows from the flags
             while len(held) <= args.artificial_delay:
-                held.append(in_turn.collect(B // args.group_size, reference.version))
-            collected = held.popleft()
-            kept = [x for x in collected if reference.is_kept(x[2])]
-        else:  # it is seen: these are the segments of the first pass
-            size = round(B * (1 - dropped[end]))
-            first = sum(trained[steps : steps + args.num_minibatches], []) if size else []
-            kept = []
-            for n, begin in sorted({(n, t // T * T) for n, t in first}):
-                made = {run.prints.index(x) for x in run.traces[n].actors[begin : begin + T]}
-                assert len(made) == 1, "a segment by several versions"
-                kept.append((n, begin, reference.versions.index(*made)))
-            assert len(kept) == size and all(reference.is_kept(made) for *_, made in kept)
-            collected = kept
-        assert not kept_once & set(kept), "a segment is there twice"
-        kept_once |= set(kept)
-        segments = [reference.act(*segment) for segment in collected]
-        for segment, (n, begin, made) in zip(segments, collected, strict=True):
-            acted = {run.prints.index(x) for x in run.traces[n].actors[begin : begin + T]}
-            assert acted == {reference.versions[made]}, "not the version that acted"
-            noise += list(zip(segment.logprobs, run.traces[n].actions[begin:]))
-            for t, total, length in episodes(run.traces[n]):
-                if begin <= t < begin + T:
-                    ended.append((end - args.batch_size + (t - begin + 1) * B, total, length))
-        logged = {"staleness/dropped": 1 - len(kept) / B}
-        logged["charts/learning_rate"] = reference.lr
-        if kept:
-            samples = reference.samples([x for x in segments if reference.is_kept(x.version)])
-            losses, passes = reference.learn(samples, iter(trained[steps:]))
-            logged |= losses
-            for j, minibatches in enumerate(passes):  # each sample once, in a last pass a part of them
-                taken = sum(minibatches, [])
-                part = min(1.0, args.sample_reuse - j)
-                assert len(set(taken)) == len(taken) == round(part * len(samples))
-                sizes = [len(minibatch) for minibatch in minibatches]
-                assert max(sizes) - min(sizes) <= 1
-            first, steps = steps, len(reference.weights) - 1
-            for names, (called, _) in zip(
-                trained[first:steps], run.calls["ppo_loss"][first:steps], strict=True
-            ):
-                for field, ours in PPO_FIELDS.items():
-                    expected = [samples[name][ours] for name in names]
-                    np.testing.assert_allclose(
-                        called[0][field], expected, rtol=2e-3, atol=2e-4, err_msg=field
-                    )
-            check_weights(reference.weights[-1], run.weights[steps], run.weights[first], share)
+                held.append(in_turn.collect(num_groups, reference.version))
+            collected = held.pop(0)
+            assert all(run.acted(n, t, T) == reference.versions[made] for n, t, made in collected)
+            kept = [reference.is_kept(made) for *_, made in collected]
         else:
-            logged["charts/sample_reuse"] = 0.0
-        for tag, x in logged.items():
+            pass_size = args.num_minibatches if dropped[end] < 1 else 0
+            collected = segments_of(run, trained[first : first + pass_size], args, reference)
+            kept = [True] * round(B * (1 - dropped[end]))
+            behind = [reference.version - made for *_, made in collected]
+            assert len(kept) == len(behind) and all(reference.is_kept(made) for *_, made in collected)
+            if num_groups % (2 * args.num_actors) == 0:  # a batch takes all that there is room for
+                assert max(behind, default=0) <= 1
+        segments = [reference.act(*segment) for segment in collected]
+        for segment in segments:
+            acts += zip(segment.logprobs, segment.trace.actions[segment.begin :], strict=False)
+            for t, *episode in ended_in(segment.trace, segment.begin, T):
+                ended.append((begin + t * B, *episode))
+        losses = {"staleness/dropped": 1 - sum(kept) / B, "charts/learning_rate": reference.lr}
+        losses["charts/sample_reuse"] = 0.0
+        if any(kept):
+            all_kept += [segment[:2] for segment, is_kept in zip(collected, kept, strict=True) if is_kept]
+            samples = reference.samples([x for x, is_kept in zip(segments, kept, strict=True) if is_kept])
+            more, passes = reference.learn(samples, iter(trained[first:]))
+            losses |= more
+            last = len(reference.weights) - 1
+            check_passes(passes, len(samples), args.sample_reuse)
+            check_samples(samples, trained[first:last], run.calls["ppo_loss"][first:last])
+            check_weights(reference.weights[last], run.weights[last], run.weights[first], share_of(run))
+        for tag, x in losses.items():
             logs.setdefault(tag, []).append((end, x))
-    assert steps == len(trained), "steps that the reference does not know"
+    assert len(reference.weights) == len(run.weights) and len(set(all_kept)) == len(all_kept)
     check_logs(run.run_dir, logs)
-    if args.sync or args.max_staleness is None:  # else nobody sees where the dropped ones were collected
-        check_episodes(run.run_dir, ended, 3 if name == "Atari" else 0)
-    if args.sync and args.max_staleness is not None:
+    if args.max_staleness is None or args.sync:  # else nobody sees where the dropped ones were collected
+        check_episodes(run.run_dir, ended, frames=3 if is_atari else 0)
+    if args.max_staleness is not None and args.sync:
         assert 0 < np.mean(list(dropped.values())) < 1, "nothing was dropped, or all"
-    check_noise(noise)
-    assert len({trace.seeds[0] for trace in run.traces}) == args.num_envs == len(run.traces)
+    check_seeds(run)
+    check_noise(acts)
 
 
 # === Both ===
@@ -323,21 +353,18 @@ def test_all_environments_have_their_own_seeds_and_noise(decoupled, sync, monkey
         first = Record(script, args, patch, head=1)
     args.total_timesteps, args.resume = 2 * args.total_timesteps, str(first.run_dir)
     second = Record(script, args, monkeypatch, head=1)
-    seeds = [
-        seed for run in (first, second) for trace in run.traces for seed in trace.seeds if seed is not None
-    ]
-    assert len(set(seeds)) == len(seeds) == 16  # one of each environment of each run
-    acts = [trace.actions[:40] for run in (first, second) for trace in run.traces]
-    assert {len(actions) for actions in acts} == {40}
+    traces = [*first.traces, *second.traces]
+    seeds = [seed for trace in traces for seed in trace.seeds if seed is not None]
+    assert len(set(seeds)) == len(seeds) == len(traces) == 16  # one of each environment of each run
+    assert len(np.unique([trace.obs[0][3:] for trace in traces], axis=0)) == 16
+    acts = [np.array(trace.actions[:40]) for trace in traces]
     for k, actions in enumerate(acts):
-        assert all(agreement(actions, other) < 0.8 for other in acts[:k])
-        assert agreement(actions[:-10], actions[10:]) < 0.8  # from unroll to unroll
-    starts = [trace.obs[0][3:].tolist() for run in (first, second) for trace in run.traces]
-    assert len(np.unique(starts, axis=0)) == 16
+        others = [*acts[:k], np.roll(actions, 10)]  # and itself, an unroll later
+        assert len(actions) == 40 and all(np.mean(actions == other) < 0.8 for other in others)
 
 
 def test_rates_by_a_clock_that_only_the_test_moves(decoupled, monkeypatch):
-    """A second for each step of an environment and three for each loss; in turn, with logs every 2 updates."""
+    """A second for each step of an environment, and three for each loss; in turn."""
     script, make_args = decoupled
     seconds = [100.0]
 
@@ -354,24 +381,12 @@ def test_rates_by_a_clock_that_only_the_test_moves(decoupled, monkeypatch):
     is_ppo = script is ppo_async
     loss = "ppo_loss" if is_ppo else "vtrace"
     monkeypatch.setattr(script, loss, slow(getattr(script, loss), 3.0))
-    flags = dict(sample_reuse=2) if is_ppo else dict(replay_fraction=0.5, batch_unrolls=16, log_every=2)
-    run = Record(
-        script, make_args(num_envs=8, num_actors=2, sync=True, **dict(batch_unrolls=8) | flags), monkeypatch
-    )
-    acting, learning = 8 * 5, 3 * (4 if is_ppo else 1)  # seconds of an iteration
-    collected = acting / (acting + learning)
-    expected = {
-        "charts/collected_SPS": collected,
-        "charts/trained_SPS": 2 * collected,
-        "charts/SPS": collected,
-    }
-    expected |= {
-        "charts/learner_wait": collected,
-        "charts/actor_wait": 1 - collected / 2,
-        "charts/queue_fill": 0,
-    }
-    for tag, x in expected.items():
-        found = scalars(run.run_dir, tag)
-        assert len(found) == (6 if is_ppo else 3) and [y for _, y in found] == pytest.approx(
-            [x] * len(found)
-        ), tag
+    flags = dict(sync=True, num_envs=8, num_actors=2, batch_unrolls=8)
+    flags |= dict(sample_reuse=2) if is_ppo else dict(replay_fraction=0.5, batch_unrolls=16, log_every=2)
+    run = Record(script, make_args(**flags), monkeypatch)
+    acting, learning = 8 * 5, 3 * (4 if is_ppo else 1)  # seconds of an iteration, which collects 40 steps
+    rate = acting / (acting + learning)
+    expected = dict(SPS=rate, collected_SPS=rate, trained_SPS=2 * rate, learner_wait=rate, queue_fill=0)
+    for name, x in (expected | dict(actor_wait=1 - rate / 2)).items():
+        found = [y for _, y in scalars(run.run_dir, f"charts/{name}")]
+        assert found == pytest.approx([x] * (6 if is_ppo else 3)), name

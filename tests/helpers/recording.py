@@ -138,6 +138,7 @@ def recorded_games(make_env):
         def recorded_recv():
             obs, rewards, terminated, truncated, info = recv()
             obs, actions = obs.copy(), sent.pop()
+            rewards = rewards - 2 * (info["lives"] < [game.lives for game in games])  # more than is clipped
             after = info["lives"].copy(), info["episode_frame_number"].copy()
             for game, *step in zip(games, actions, obs, rewards, terminated, truncated, *after, strict=True):
                 game.step(*step)
@@ -226,6 +227,11 @@ class Record:
     def snapshot(self, agent):
         self.weights.append({name: x.detach().double().numpy() for name, x in agent.state_dict().items()})
         self.prints.append(fingerprint(agent))
+
+    def acted(self, n, begin, length):
+        """Gradient steps behind the weights that acted in an unroll: one number, or it fails."""
+        (steps,) = {self.prints.index(x) for x in self.traces[n].actors[begin : begin + length]}
+        return steps
 
     def samples(self, obs):
         """(environment, step) of observations that were acted upon, or are yet to be."""

@@ -150,21 +150,23 @@ class Impala:
         self.descend({name: x.grad.numpy() for name, x in weights.items()})
         ratios = np.array(all_ratios)
         losses = dict(policy_loss=policy_loss, value_loss=value_loss, entropy=entropy)
-        losses = {name: x.item() / len(ratios) for name, x in losses.items()}
+        losses = {name: x.item() / len(ratios) for name, x in losses.items()}  # per step
         losses |= dict(rho=ratios.mean(), rho_clipped=(ratios > args.rho_bar).mean())
         losses |= dict(approx_kl=(ratios - 1 - np.log(ratios)).mean())
-        return losses, all_targets
+        losses = {f"losses/{name}": x for name, x in losses.items()}
+        return losses | {"charts/learning_rate": self.lr}, all_targets
 
     def descend(self, gradients):
         """Clipping of the global norm, RMSProp with epsilon inside the root, learning rate to 0."""
         args, version = self.args, len(self.weights) - 1
-        self.norm = np.sqrt(sum((g**2).sum() for g in gradients.values()))
-        shrink = min(1.0, args.max_grad_norm / self.norm)
-        lr = args.learning_rate * (1 - version / self.num_updates if args.anneal_lr else 1)
+        norm = np.sqrt(sum((g**2).sum() for g in gradients.values()))
+        shrink = min(1.0, args.max_grad_norm / norm)
+        self.lr = args.learning_rate * (1 - version / self.num_updates if args.anneal_lr else 1)
         new = {}
         for name, gradient in gradients.items():
             g, d = shrink * gradient, args.rmsprop_decay
             self.square_avg[name] = d * self.square_avg[name] + (1 - d) * g**2
-            new[name] = self.weights[-1][name] - lr * g / np.sqrt(self.square_avg[name] + args.rmsprop_eps)
-        self.lr = lr
+            new[name] = self.weights[-1][name] - self.lr * g / np.sqrt(
+                self.square_avg[name] + args.rmsprop_eps
+            )
         self.weights.append(new)

@@ -17,8 +17,8 @@ class Segment:
     trace: object
     begin: int  # its first step in the trace
     version: int  # updates behind the weights that acted
-    logprobs: tuple  # of all actions, under the policy that acted
-    values: tuple  # T + 1, by the weights that acted
+    logprobs: list  # of all actions, under the policy that acted
+    values: list  # T + 1, by the weights that acted
 
 
 class OffPolicyPPO:
@@ -52,8 +52,8 @@ class OffPolicyPPO:
     def act(self, number, begin, version):
         """The segment that starts there, as the weights of a version have made it."""
         trace, end = self.traces[number], begin + self.args.num_steps
-        logprobs, values = zip(*self.without_gradient(trace.obs[begin : end + 1], self.versions[version]))
-        return Segment(trace, begin, version, logprobs[:-1], values)
+        seen = self.without_gradient(trace.obs[begin : end + 1], self.versions[version])
+        return Segment(trace, begin, version, [x for x, _ in seen[:-1]], [value for _, value in seen])
 
     @property
     def lr(self):
@@ -115,7 +115,7 @@ class OffPolicyPPO:
         args = self.args
         clip = args.clip_coef * (self.remaining if args.anneal_clip else 1)
         passes, ages, clipped = [], [], []
-        for k in range(math.ceil(args.sample_reuse)):
+        for _ in range(math.ceil(args.sample_reuse)):
             passes.append([next(minibatches) for _ in range(args.num_minibatches)])
             for names in passes[-1]:
                 minibatch = [samples[name] for name in names]
