@@ -121,14 +121,16 @@ IMPALA = {
 
 def new_and_replayed(args, batches):
     """Of each batch of (environment, first step): the new unrolls, which stand first, and the replayed."""
-    stored = []
+    stored, ranks = [], []
     for batch in batches:
         size = max(1, round(args.batch_unrolls * (1 - args.replay_fraction)))
         new, replayed = batch[:size], batch[size:]
         assert len(batch) == args.batch_unrolls and len(set(new)) == size and not set(new) & set(stored)
-        stored += new
-        assert set(replayed) <= set(stored[-args.replay_unrolls :]), "not in the replay any more"
+        stored = (stored + new)[-args.replay_unrolls :]
+        ranks += [(stored.index(name) + 0.5) / len(stored) for name in replayed]
         yield new, replayed
+    if ranks:  # drawn uniformly: mean 1/2, variance 1/12
+        assert abs(np.mean(ranks) - 0.5) < 3 / (12 * len(ranks)) ** 0.5
 
 
 def check_rows(rows, state, reference, unrolls):
@@ -320,6 +322,10 @@ def test_off_policy_ppo(flags, monkeypatch):
             logs.setdefault(tag, []).append((end, x))
     assert len(reference.weights) == len(run.weights) and len(set(all_kept)) == len(all_kept)
     check_logs(run.run_dir, logs)
+    rates = {name: np.array(scalars(run.run_dir, f"charts/{name}_SPS")) for name in ("dropped", "collected")}
+    np.testing.assert_allclose(
+        rates["dropped"][:, 1], rates["collected"][:, 1] * [*dropped.values()], rtol=1e-5
+    )
     if args.max_staleness is None or args.sync:  # else nobody sees where the dropped ones were collected
         check_episodes(run.run_dir, ended, frames=3 if is_atari else 0)
     if args.max_staleness is not None and args.sync:
