@@ -1,10 +1,12 @@
 """Never Give Up on R2D2 as loops over single steps and environments, in float64.
 
-Written from the papers: NGU (https://arxiv.org/abs/2002.06038), R2D2 (https://openreview.net/forum?id=r1lyTjAqYX),
-Retrace (https://arxiv.org/abs/1606.02647) and Adam; and from the choices that ngu_r2d2.py documents where these say nothing.
-What happens by chance (actions, policies of episodes, sequences of a batch) is told by the caller.
+Written from the papers: NGU (https://arxiv.org/abs/2002.06038), R2D2
+(https://openreview.net/forum?id=r1lyTjAqYX), Retrace (https://arxiv.org/abs/1606.02647) and Adam; and from
+the choices that ngu_r2d2.py documents where these say nothing. The caller tells what happened by chance:
+actions, policies of episodes, sequences of a batch.
 
-Weights are dictionaries of float64 tensors, named as in a state_dict. PyTorch computes networks and gradients only.
+Weights are dictionaries of float64 tensors, named as in a state_dict. PyTorch computes networks and their
+gradients, and nothing else.
 """
 
 from collections import deque
@@ -361,7 +363,7 @@ class Reference:
 
     @torch.no_grad()
     def arrive(self, actions, obs, r_ext, terminated, truncated):
-        """Takes note of a step of each environment; what is logged of novelty. Then ended episodes go on by begin()."""
+        """A step of each environment; what is logged of novelty. The caller begins anew what has ended."""
         N, logged = len(self.episodes), {}
         r_int, alphas = np.zeros(N), np.ones(N)
         if self.curiosity:
@@ -399,7 +401,7 @@ class Reference:
         return p / p.sum()
 
     def values_of(self, weights, sequence, policy):
-        """Action values of a sequence's rows from its stored state. No gradient reaches the burn-in by the state."""
+        """Action values of a sequence's rows, from its stored state. No gradient reaches the burn-in."""
         features = encode(weights, "encoder", np.stack([scaled(row.obs) for row in sequence.rows]))
         state, values = sequence.rows[0].state, []
         for t, row in enumerate(sequence.rows):
