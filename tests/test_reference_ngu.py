@@ -2,8 +2,8 @@
 
 The reference is told what environments, actions, policies of episodes and sequences of batches were. It
 computes all else: what the networks see and say, states, novelty, the replay's table, priorities, weights,
-targets, gradients, Adam, the target network, and what is logged and saved. What is drawn by chance is compared
-with its probabilities. Evaluation goes through the same reference. Only first weights are taken as they are.
+targets, gradients, Adam, the target network, and what is logged and saved. What is drawn by chance is
+compared with its probabilities. Evaluation goes through the same reference. First weights are taken as found.
 """
 
 from contextlib import contextmanager
@@ -432,8 +432,8 @@ FLAGS |= dict(
 RUNS = {
     "vector": dict(
         env_id="Ring-vector-v0", total_timesteps=640, learning_starts=100, target_every=3, embedding_every=4,
-        num_policies=3, beta=0.5, neighbors=4, n_step=3, h_eps=0.05, max_grad_norm=0.5, last_reward_weight=3.0,
-        log_every=3,
+        num_policies=3, beta=0.5, neighbors=4, n_step=3, h_eps=0.05, max_grad_norm=0.5, log_every=3,
+        last_reward_weight=3.0,
     ),
     "grid": dict(
         env_id="Ring-grid-v0", total_timesteps=480, learning_starts=200, target_every=4, embedding_every=5,
@@ -444,7 +444,7 @@ RUNS = {
     "pixels": dict(
         env_id="Ring-pixels-v0", total_timesteps=160, learning_starts=80, target_every=2, embedding_every=3,
         num_policies=4, beta=0.3, neighbors=5, target="retrace", burn_in=0, period=6, rnd_max=1.5,
-        bonus="long-run-mean", num_envs=2, replay_steps=120, log_every=2,
+        bonus="long-run-mean", num_envs=2, replay_steps=120, log_every=2, train_embedding=False,
     ),
     "r2d2": dict(
         env_id="Ring-vector-v0", total_timesteps=400, learning_starts=50, target_every=5, num_policies=1,
