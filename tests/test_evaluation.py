@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import OTHERS, SCRIPTS, scalars, small_args
 from reference import policies
+from scipy.special import softmax
 from scipy.stats import chi2
 
 import impala_vtrace
@@ -89,10 +90,11 @@ def printed(returns):
     return f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes\n"
 
 
-def sharpen(run_dir):
+def sharpen(run_dir, logits=None):
     """Gives an agent weights by which its actions depend strongly on all it sees; its numbers, in float64.
 
-    Statistics of observations differ from the task's, of few steps, so that they would soon move.
+    Statistics of observations differ from the task's and are of few steps, so that they would soon move.
+    logits: a function of such numbers; what it finds is spread evenly, by the last layer.
     """
     path, rng = run_dir / "checkpoint.pt", np.random.default_rng(0)
     state = torch.load(path)
@@ -104,6 +106,12 @@ def sharpen(run_dir):
             x[:] = torch.as_tensor(rng.normal(size=x.shape) * 2 / x.shape[1] ** 0.5)
         elif x.ndim == 1:
             x[:] = torch.as_tensor(0.3 * rng.normal(size=x.shape))
+    if logits:
+        found, head = logits(numbers(state["agent"])), "actor" if "actor.bias" in state["agent"] else "advantage.2"
+        weight, bias = (state["agent"][f"{head}.{part}"] for part in ("weight", "bias"))
+        mean, scale = torch.as_tensor(found.mean(0)), torch.as_tensor(1.5 / found.std(0))
+        weight *= scale[:, None]
+        bias[:] = (bias - mean) * scale
     torch.save(state, path)
     return numbers(state["agent"]), numbers(state.get("curiosity", {}))
 
@@ -153,11 +161,10 @@ def distribution(name, args, task, weights, curiosity, stream):
             masks = np.ones((len(actions), sum(nvec)), bool)
         return policies.multi(weights, stream | dict(masks=masks), nvec, args.normalize), actions
     if name == "ngu_r2d2":
-        r_int = policies.intrinsic_rewards(curiosity, stream, args)
-        epsilon = args.eval_epsilon
-        return policies.epsilon_greedy(weights, stream, epsilon, args.num_policies, r_int), actions
-    policy = dict(ppo_shared=policies.shared, ppo_lstm=policies.recurrent, impala_vtrace=policies.impala)
-    return policy.get(name, policies.separate)(weights, stream), actions
+        advantages = policies.advantages(weights, stream, policies.intrinsic_rewards(curiosity, stream, args))
+        return policies.epsilon_greedy(advantages, args.eval_epsilon), actions
+    logits = dict(ppo_shared=policies.shared, ppo_lstm=policies.recurrent, impala_vtrace=policies.impala)
+    return softmax(logits.get(name, policies.separate)(weights, stream), -1), actions
 
 
 @pytest.mark.parametrize("name, task, flags", CASES, ids=[f"{name}-{task}" for name, task, _ in CASES])
@@ -260,32 +267,36 @@ def watch(monkeypatch, script, name, seen):
 
 def test_evaluation_on_atari(player, monkeypatch, capsys):
     """Whole games, raw scores, and actions by what plain emulators show."""
-    args = small_atari_args(player, 8, env_id="QbertNoFrameskip-v4")
+    args, is_ngu = small_atari_args(player, 8, env_id="QbertNoFrameskip-v4"), player is ngu_r2d2
     run_dir = player.train(args)
-    weights, _ = sharpen(run_dir)
+    actions = np.random.default_rng(0).integers(6, size=150).tolist()
+    sample = emulators.play([emulators.Game(20, actions)], args.env_id, is_ngu, first=[], next_life=[])
+    weights, _ = sharpen(run_dir, lambda weights: atari_logits(player, weights, sample))
     tapes = emulators.record(monkeypatch)
-    more = ["--eval-epsilon", 0.5] if player is ngu_r2d2 else []
-    out = evaluate(player, run_dir, capsys, *more)
+    out = evaluate(player, run_dir, capsys, *(["--eval-epsilon", 0.5] if is_ngu else []))
     (played,) = play(player, tapes, args.env_id)
-    assert [len(x) for x in (played.finished, played.over)] == [3, len(played.lost)] and sum(played.lost) >= 3
+    assert len(played.finished) == 3 and played.over[-1] and sum(played.lost) == 9
     assert out == printed([score for score, _ in played.finished])
+    logits = atari_logits(player, weights, played)
+    p = policies.epsilon_greedy(logits, 0.5) if is_ngu else softmax(logits, -1)
+    assert_calibrated(p, np.array(played.actions))
 
+
+def atari_logits(script, weights, played):
+    """By plain emulators' frames; the LSTM's state is zero at each life, but with Never Give Up at each game."""
     new_game = np.array([True, *played.over[:-1]])
     new_life = new_game | [False, *played.lost[:-1]]
     stream = dict(actions=np.array(played.actions), rewards=np.array(played.rewards, float), starts=new_life)
-    if player in (ppo_lstm, ngu_r2d2):
+    if script in (ppo_lstm, ngu_r2d2):
         stream["obs"] = np.stack(played.frames)[:, None]
-    else:  # ppo_atari.py fills a new stack with copies, and at each life; emulators with zeros, and at a game
-        is_filled = player is ppo_atari
-        stream["obs"] = stacks(played.frames, new_life if is_filled else new_game, is_filled)
-    if player is ngu_r2d2:
-        stream["starts"] = new_game
-        r_int = np.zeros(len(new_game))
-        p = policies.epsilon_greedy(weights, stream, 0.5, args.num_policies, r_int)
+    elif script is ppo_atari:
+        stream["obs"] = stacks(played.frames, new_life, is_filled=True)
     else:
-        policy = {ppo_lstm: policies.recurrent, impala_vtrace: policies.impala}.get(player, policies.shared)
-        p = policy(weights, stream)
-    assert_calibrated(p, stream["actions"])
+        stream["obs"] = stacks(played.frames, new_game, is_filled=False)
+    if script is ngu_r2d2:
+        return policies.advantages(weights, stream | dict(starts=new_game), np.zeros(len(new_game)))
+    logits = {ppo_lstm: policies.recurrent, impala_vtrace: policies.impala}
+    return logits.get(script, policies.shared)(weights, stream)
 
 
 def stacks(frames, begins, is_filled):

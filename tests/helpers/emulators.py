@@ -79,21 +79,21 @@ class Played:
 def play(games: list[Game], env_id: str, all_actions: bool, first: list[int], next_life: list[int]) -> Played:
     """Plays the games of an emulator. The script's own actions begin a game (first) and a next life.
 
-    Without own actions, the vector environment has itself pressed FIRE once, after its no-ops.
+    Without own actions, the vector environment has itself pressed FIRE once, after its no-ops. Its limit of
+    frames does not count these.
     """
     kwargs, played = gym.spec(env_id).kwargs, Played()
     ale = ale_py.ALEInterface()
     ale.setFloat("repeat_action_probability", kwargs["repeat_action_probability"])
-    ale.setInt("max_num_frames_per_episode", kwargs["max_num_frames_per_episode"])
     ale.loadROM(roms.get_rom_path(kwargs["game"]))
     buttons = ale.getLegalActionSet() if all_actions else ale.getMinimalActionSet()
     for game in games:
         ale.reset_game()
         for i in range(game.frames):
             ale.act(FIRE if not first and i == game.frames - 1 else NOOP)
-        frame, own, score = ale.getScreenGrayscale(), list(first), 0
-        for action in game.actions:
-            assert not ale.game_over(), "a game goes on after its end"
+        frame, own, score, over = ale.getScreenGrayscale(), list(first), 0, False
+        for i, action in enumerate(game.actions):
+            assert not over, "a game goes on after its end"
             lives, reward, pooled = ale.lives(), 0, np.zeros((2, 210, 160), np.uint8)
             for k in range(4):
                 reward += ale.act(buttons[action])
@@ -101,17 +101,18 @@ def play(games: list[Game], env_id: str, all_actions: bool, first: list[int], ne
                 if ale.game_over():
                     break
             score += reward
-            lost = 0 < ale.lives() < lives and not ale.game_over()
+            over = ale.game_over() or 4 * (i + 1) >= kwargs["max_num_frames_per_episode"]
+            lost = 0 < ale.lives() < lives and not over
             if own:
-                assert action == own.pop(0) and not lost and not ale.game_over()
+                assert action == own.pop(0) and not lost and not over
             else:
                 played.actions.append(action)
                 played.frames.append(cv2.resize(frame, (84, 84), interpolation=cv2.INTER_AREA))
                 played.rewards.append(reward)
                 played.lost.append(lost)
-                played.over.append(ale.game_over())
+                played.over.append(over)
                 own = list(next_life) if lost else []
             frame = pooled.max(0)
-        if ale.game_over():
+        if over:
             played.finished.append((score, ale.getEpisodeFrameNumber()))
     return played

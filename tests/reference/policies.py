@@ -1,8 +1,10 @@
-"""Policies of all scripts by the numbers in a checkpoint: loops over single steps in NumPy, float64.
+"""Policies of all scripts by the numbers in a checkpoint: in NumPy and float64, LSTMs in loops over steps.
 
 stream: what an environment saw and did from its first step on, arrays (T, ...): obs, actions, rewards (raw) and
 starts (true where the agent begins an episode); masks where it has such.
 """
+
+import re
 
 import numpy as np
 import torch
@@ -15,20 +17,27 @@ def linear(weights, name, x):
     return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
 
 
+def relu(x):
+    return np.maximum(x, 0)
+
+
+def layers(weights, name):
+    """Numbers of the layers of a torch.nn.Sequential."""
+    return sorted({int(key.split(".")[1]) for key in weights if re.match(rf"{name}\.\d", key)})
+
+
 def mlp(weights, name, x, activation=np.tanh, is_last=True):
     """Layers one after another, an activation between them, and behind the last if others come then."""
-    indices = sorted({int(key.split(".")[1]) for key in weights if key.startswith(f"{name}.")})
-    for i in indices:
+    for i in layers(weights, name):
         x = linear(weights, f"{name}.{i}", x)
-        x = x if is_last and i == indices[-1] else activation(x)
+        x = x if is_last and i == layers(weights, name)[-1] else activation(x)
     return x
 
 
 def convolutions(weights, name, images):
     """Features of pixels (T, C, 84, 84): convolutions, flattened, and a layer, each followed by a ReLU."""
     x = torch.as_tensor(images).float() / 255
-    indices = sorted({int(key.split(".")[1]) for key in weights if key.startswith(f"{name}.")})
-    for i in indices:
+    for i in layers(weights, name):
         weight, bias = (torch.as_tensor(weights[f"{name}.{i}.{part}"]).float() for part in ("weight", "bias"))
         if weight.ndim == 4:
             stride = {8: 4, 4: 2, 3: 1}[weight.shape[-1]]  # of the networks for Atari since DQN
@@ -69,26 +78,26 @@ def features(weights, stream, name="network", activation=np.tanh):
 
 
 def separate(weights, stream):
-    """Probabilities (T, A) of a policy with a network of its own."""
-    return softmax(mlp(weights, "actor", stream["obs"]), -1)
+    """Logits (T, A) of a policy with a network of its own."""
+    return mlp(weights, "actor", stream["obs"])
 
 
 def shared(weights, stream):
-    """Probabilities (T, A) of a policy that is a layer on features."""
-    return softmax(linear(weights, "actor", features(weights, stream)), -1)
+    """Logits (T, A) of a policy that is a layer on features."""
+    return linear(weights, "actor", features(weights, stream))
 
 
 def recurrent(weights, stream):
-    x = lstm(weights, features(weights, stream), stream["starts"])
-    return softmax(linear(weights, "actor", x), -1)
+    """Logits (T, A) of a policy that is a layer on an LSTM's outputs."""
+    return linear(weights, "actor", lstm(weights, features(weights, stream), stream["starts"]))
 
 
 def impala(weights, stream):
-    """The LSTM also sees the last action and the last reward, clipped, beyond the end of an episode too."""
+    """Logits (T, A). The LSTM also sees the last action and reward (clipped), beyond an episode's end too."""
     actions = one_hot(stream["actions"], len(weights["actor.bias"]))
     rewards = stream["rewards"].clip(-1, 1)[:, None]
     x = np.concatenate((features(weights, stream), before(actions), before(rewards)), -1)
-    return softmax(linear(weights, "actor", lstm(weights, x, stream["starts"])), -1)
+    return linear(weights, "actor", lstm(weights, x, stream["starts"]))
 
 
 def normalized(statistics, obs):
@@ -113,19 +122,22 @@ def multi(weights, stream, nvec, is_normalized):
     return probabilities
 
 
-def epsilon_greedy(weights, stream, epsilon, num_policies, r_int):
-    """Probabilities (T, A) of the first policy, on a recurrent dueling network of all policies."""
-    num_actions = len(weights["advantage.2.bias"])
+def advantages(weights, stream, r_int):
+    """Advantages (T, A) of the first policy, by a recurrent dueling network of all policies."""
     goes_on = ~stream["starts"][:, None]  # nothing led to a first observation
-    actions = before(one_hot(stream["actions"], num_actions)) * goes_on
+    actions = before(one_hot(stream["actions"], len(weights["advantage.2.bias"]))) * goes_on
     r_ext = before(stream["rewards"])[:, None] * goes_on
     rewards = np.concatenate((np.sign(r_ext) * np.log1p(np.abs(r_ext)), r_int[:, None]), -1)
+    seen = np.concatenate((features(weights, stream, "encoder", relu), actions, rewards), -1)
+    num_policies = weights["lstm.weight_ih_l0"].shape[1] - seen.shape[1]
     policies = one_hot(np.zeros(len(actions), int), num_policies)
-    relu = lambda x: np.maximum(x, 0)  # noqa: E731
-    seen = features(weights, stream, "encoder", relu)
-    x = lstm(weights, np.concatenate((seen, actions, rewards, policies), -1), stream["starts"])
-    q = mlp(weights, "advantage", x, relu)  # value and mean do not change which is the best
-    return epsilon / num_actions + (1 - epsilon) * one_hot(q.argmax(-1), num_actions)
+    x = lstm(weights, np.concatenate((seen, policies), -1), stream["starts"])
+    return mlp(weights, "advantage", x, relu)
+
+
+def epsilon_greedy(advantages, epsilon):
+    num_actions = advantages.shape[-1]
+    return epsilon / num_actions + (1 - epsilon) * one_hot(advantages.argmax(-1), num_actions)
 
 
 def intrinsic_rewards(weights, stream, args):
@@ -133,12 +145,8 @@ def intrinsic_rewards(weights, stream, args):
 
     All statistics are those of the checkpoint. The first observation of an episode is worth nothing.
     """
-    relu, rewards = lambda x: np.maximum(x, 0), []
-    embedded = mlp(
-        {name: x for name, x in weights.items() if "distances" not in name},
-        "acting_embedding", stream["obs"], relu, is_last=False,
-    )  # fmt: skip
-    mean_distance = weights["acting_embedding.distances"][0] / weights["acting_embedding.distances"][1]
+    rewards, (total, count) = [], weights["acting_embedding.distances"]
+    embedded = mlp(weights, "acting_embedding", stream["obs"], relu, is_last=False)
     usual = 1 / (np.sqrt(args.neighbors * args.kernel_eps / (1 - 0.008 + args.kernel_eps)) + 0.001)
     white = stream["obs"] - weights["whitening.mean"][0]
     white = (white / np.sqrt(weights["whitening.var"][0] + 1e-8)).clip(-5, 5)
@@ -151,7 +159,7 @@ def intrinsic_rewards(weights, stream, args):
             memory, reward = [embedded[t]], 0.0
         else:
             nearest = sorted(((embedded[t] - x) ** 2).sum() for x in memory)[: args.neighbors]
-            distances = np.maximum(np.array(nearest) / mean_distance - 0.008, 0)
+            distances = np.maximum(np.array(nearest) / (total / count) - 0.008, 0)
             kernel = args.kernel_eps / (distances + args.kernel_eps)
             similarity = np.sqrt(kernel.mean() * args.neighbors) + 0.001  # as if all neighbors were there
             novelty = 1 / similarity if similarity <= 8 else 0
