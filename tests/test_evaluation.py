@@ -1,7 +1,7 @@
-"""--evaluate against what an agent would do by the numbers in its checkpoint, and Atari scores against ale-py.
+"""--evaluate against the policy that the numbers in a checkpoint are, and Atari scores against ale-py's own.
 
-All is seen from outside: what tasks and emulators get and give, what is printed and logged. The distribution of
-each action is computed apart (reference/policies.py), and emulators are played beside (helpers/emulators.py).
+All is seen from outside: what tasks and emulators get and give, what is printed and logged. Each action's
+distribution is computed apart (reference/policies.py), and plain emulators play along (helpers/emulators.py).
 """
 
 import runpy
@@ -30,7 +30,7 @@ ALL = SCRIPTS | OTHERS
 
 
 class Recorded(gym.Env):
-    """Random observations, rewards far beyond [-1, 1] and episodes of 1 to 12 steps; keeps what it gets and gives."""
+    """Random observations, rewards far beyond [-1, 1], episodes of 1 to 12 steps; all steps are kept."""
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
     seeds, steps = [], []
@@ -65,18 +65,17 @@ class Recorded(gym.Env):
 
 
 # one component is so narrow that most of its actions are clipped; both are binned differently
-BOX = gym.spaces.Box(np.float32([-3, -0.5]), np.float32([3, 0.25]))
+BOX = gym.spaces.Box(np.float32([-8, -0.5]), np.float32([8, 0.25]))
 MULTI = gym.spaces.MultiDiscrete([3, 4])
 SPACES = {"discrete": (gym.spaces.Discrete(3),), "box": (BOX,), "multi": (MULTI,)}
 SPACES |= {"masked": (MULTI, (7,)), "masked-by-first": (MULTI, (3, 5))}
-for name, space in SPACES.items():
-    gym.register(f"Recorded-{name}-v0", Recorded, disable_env_checker=True, kwargs=dict(
-        zip(("action_space", "mask_shape"), space, strict=False)
-    ))  # fmt: skip
+for name, (space, *mask_shape) in SPACES.items():
+    kwargs = dict(action_space=space, mask_shape=mask_shape[0] if mask_shape else None)
+    gym.register(f"Recorded-{name}-v0", Recorded, kwargs=kwargs, disable_env_checker=True)
 
 
 def evaluate(script, run_dir, capsys, *flags):
-    """What the command line prints: mean, standard deviation, and number of episodes."""
+    """What the command line prints."""
     capsys.readouterr()
     argv, sys.argv = sys.argv, [f"{script.SCRIPT}.py", "--evaluate", str(run_dir), *map(str, flags)]
     try:
@@ -93,21 +92,23 @@ def printed(returns):
 def sharpen(run_dir, logits=None):
     """Gives an agent weights by which its actions depend strongly on all it sees; its numbers, in float64.
 
-    Statistics of observations differ from the task's and are of few steps, so that they would soon move.
+    Statistics of observations differ from the task's and are of few steps, so that they would soon move, and
+    many observations are clipped.
     logits: a function of such numbers; what it finds is spread evenly, by the last layer.
     """
     path, rng = run_dir / "checkpoint.pt", np.random.default_rng(0)
     state = torch.load(path)
     for name, x in state["agent"].items():
         if name == "_extra_state" and x.numel():
-            mean, var, count = rng.normal(size=x.shape[1]), rng.uniform(1, 9, x.shape[1]), 10.0
-            x[:] = torch.as_tensor(np.stack((mean, var, np.full_like(mean, count))))
+            mean, var = rng.normal(size=x.shape[1]), rng.uniform(0.05, 0.5, x.shape[1])
+            x[:] = torch.as_tensor(np.stack((mean, var, np.full_like(mean, 10))))
         elif x.ndim == 2:
-            x[:] = torch.as_tensor(rng.normal(size=x.shape) * 2 / x.shape[1] ** 0.5)
+            gain = 6 if len(x) < 20 else 1.5  # the last layer has few outputs
+            x[:] = torch.as_tensor(rng.normal(size=x.shape) * gain / x.shape[1] ** 0.5)
         elif x.ndim == 1:
             x[:] = torch.as_tensor(0.3 * rng.normal(size=x.shape))
     if logits:
-        found, head = logits(numbers(state["agent"])), "actor" if "actor.bias" in state["agent"] else "advantage.2"
+        found, head = logits(numbers(state["agent"])), "actor" if "curiosity" not in state else "advantage.2"
         weight, bias = (state["agent"][f"{head}.{part}"] for part in ("weight", "bias"))
         mean, scale = torch.as_tensor(found.mean(0)), torch.as_tensor(1.5 / found.std(0))
         weight *= scale[:, None]
@@ -121,7 +122,7 @@ def numbers(state):
 
 
 def assert_calibrated(probabilities, taken):
-    """Of all actions that had a probability of about p, a share p was taken: (..., n), (...)."""
+    """Of all actions that had a probability (..., n) of about p, a share p was taken (...)."""
     assert 0.35 < probabilities.max(-1).mean() < 0.98, "neither certain nor uniform, or this would say little"
     hits = np.arange(probabilities.shape[-1]) == taken[..., None]
     assert not (hits & (probabilities == 0)).any()
@@ -147,7 +148,7 @@ def distribution(name, args, task, weights, curiosity, stream):
     """Probabilities (..., n) of the actions in a stream, and which were taken (...)."""
     actions = stream["actions"]
     if name == "ppo_continuous":  # by intervals, the outer ones of clipped actions
-        edges = np.linspace(BOX.low, BOX.high, 9, axis=1) * (1 - 1e-6)
+        edges = np.linspace(BOX.low, BOX.high, 17, axis=1) * (1 - 1e-6)
         return policies.gaussian(weights, stream, edges), (actions[..., None] > edges).sum(-1)
     if name == "ppo_multidiscrete":
         nvec, masks = MULTI.nvec, stream["masks"]
@@ -165,6 +166,11 @@ def distribution(name, args, task, weights, curiosity, stream):
         return policies.epsilon_greedy(advantages, args.eval_epsilon), actions
     logits = dict(ppo_shared=policies.shared, ppo_lstm=policies.recurrent, impala_vtrace=policies.impala)
     return softmax(logits.get(name, policies.separate)(weights, stream), -1), actions
+
+
+def test_docs_name_the_exploration():
+    text = (ROOT / "docs/ngu.md").read_text()
+    assert f"`--eval-epsilon` ({ngu_r2d2.Args().eval_epsilon})" in text
 
 
 @pytest.mark.parametrize("name, task, flags", CASES, ids=[f"{name}-{task}" for name, task, _ in CASES])
@@ -194,7 +200,7 @@ def test_it_acts_by_the_checkpoint(name, task, flags, capsys, monkeypatch):
 # === Atari: scores, lengths and lives, against plain emulators ===
 
 # Qbert: four lives, points by 25, and random play ends soon. Training cuts games that last longer than most.
-kwargs = gym.spec("QbertNoFrameskip-v4").kwargs | dict(max_num_frames_per_episode=1300)
+kwargs = gym.spec("QbertNoFrameskip-v4").kwargs | dict(max_num_frames_per_episode=1240)
 gym.register("CutQbertNoFrameskip-v4", "ale_py.env:AtariEnv", kwargs=kwargs)
 
 # the script's own actions at the beginning of a game and of a next life: FIRE, the action after it, a no-op
@@ -233,7 +239,7 @@ def test_training_on_atari(player, monkeypatch):
     tapes, seen = emulators.record(monkeypatch), []
     for name in ("compute_gae", "vtrace"):
         watch(monkeypatch, player, name, seen)
-    args = small_atari_args(player, 420)
+    args = small_atari_args(player, 330)
     run_dir = player.train(args)
     played = play(player, tapes, args.env_id)
     logged = [[x for _, x in scalars(run_dir, f"charts/episodic_{name}")] for name in ("return", "length")]
@@ -283,7 +289,7 @@ def test_evaluation_on_atari(player, monkeypatch, capsys):
 
 
 def atari_logits(script, weights, played):
-    """By plain emulators' frames; the LSTM's state is zero at each life, but with Never Give Up at each game."""
+    """By what plain emulators show. LSTMs begin anew with each life; Never Give Up's with each game."""
     new_game = np.array([True, *played.over[:-1]])
     new_life = new_game | [False, *played.lost[:-1]]
     stream = dict(actions=np.array(played.actions), rewards=np.array(played.rewards, float), starts=new_life)

@@ -1,6 +1,6 @@
-"""Atari games beside a script: what it sends to ale-py's vector environments is played on plain emulators too.
+"""Plain emulators beside a script: they play what it sends to ale-py's vector environments.
 
-The plain emulator begins a game with as many no-ops as the other had drawn. Everything else is its own: score,
+A plain emulator begins a game with as many no-ops as the other had drawn. Everything else is its own: score,
 lives, frames, pixels, and when a game is over.
 """
 
@@ -19,6 +19,8 @@ NOOP, FIRE = 0, 1
 
 @dataclass
 class Game:
+    """What a script did in a game, the actions of a wrapper included."""
+
     frames: int  # of the emulator before the first action
     actions: list[int] = field(default_factory=list)
 
@@ -42,7 +44,7 @@ def record(monkeypatch) -> list[list[Game]]:
         return obs, info
 
     def send(envs, actions):
-        for n in (~over[envs]).nonzero()[0]:  # the action after the last one only begins a new game
+        for n in (~over[envs]).nonzero()[0]:  # after a game's end, an action only begins the next one
             games[places[envs] + n][-1].actions.append(int(actions[n]))
         originals["send"](envs, actions)
 

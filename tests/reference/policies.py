@@ -1,7 +1,7 @@
 """Policies of all scripts by the numbers in a checkpoint: in NumPy and float64, LSTMs in loops over steps.
 
-stream: what an environment saw and did from its first step on, arrays (T, ...): obs, actions, rewards (raw) and
-starts (true where the agent begins an episode); masks where it has such.
+stream: what an environment showed and was given from its first step on, arrays (T, ...): obs, actions,
+rewards (raw), starts (true where the agent begins an episode), and masks where it has such.
 """
 
 import re
