@@ -49,6 +49,7 @@ test_details_multidiscrete.py::test_detail_3 test_devices.py test_faults.py test
 test_impala.py::test_asynchronous test_impala.py::test_atari test_impala.py::test_mistakes
 test_impala.py::test_three_games test_learning.py::test_task_is_learned test_ngu.py::test_a_full_replay
 test_ngu.py::test_images test_processes.py test_readme.py::test_commands test_report.py test_research.py
+test_evaluation.py::test_evaluation_on test_evaluation.py::test_training_on
 test_speed.py test_tune.py test_verdict.py test_watch.py
 test_reference_ngu.py
 """.split()

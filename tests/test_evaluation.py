@@ -1,0 +1,316 @@
+"""--evaluate against the policy that the numbers in a checkpoint are, and Atari scores against ale-py's own.
+
+All is seen from outside: what tasks and emulators get and give, what is printed and logged. Each action's
+distribution is computed apart (reference/policies.py), and plain emulators play along (helpers/emulators.py).
+"""
+
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import emulators
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import OTHERS, SCRIPTS, scalars, small_args
+from reference import policies
+from scipy.special import softmax
+from scipy.stats import chi2
+
+import impala_vtrace
+import ngu_r2d2
+import ppo_async
+import ppo_atari
+import ppo_lstm
+
+ROOT = Path(__file__).parent.parent
+ALL = SCRIPTS | OTHERS
+
+
+class Recorded(gym.Env):
+    """Random observations, rewards far beyond [-1, 1], episodes of 1 to 12 steps; all steps are kept."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    seeds, steps = [], []
+
+    def __init__(self, action_space, mask_shape=None):
+        self.action_space, self.mask_shape = action_space, mask_shape
+
+    def observe(self):
+        self.obs = (1 + 2 * self.np_random.standard_t(2, 3)).astype(np.float32)  # some are far away
+        self.mask = None
+        if self.mask_shape:
+            self.mask = self.np_random.random(self.mask_shape) < 0.6
+            self.mask[..., [0, 3]] = True  # a choice of each component is valid
+        return self.obs, {} if self.mask is None else {"action_mask": self.mask}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None:
+            Recorded.seeds.append(seed)
+        self.t, self.starts = 0, True
+        return self.observe()
+
+    def step(self, action):
+        self.t += 1
+        reward = 0.25 * float(self.np_random.integers(-20, 40))
+        terminated, truncated = self.np_random.random() < 0.15, self.t == 12
+        step = dict(obs=self.obs, masks=self.mask, starts=self.starts, actions=np.array(action))
+        Recorded.steps.append(step | dict(rewards=reward, ends=terminated or truncated))
+        self.starts = False
+        obs, info = self.observe()
+        return obs, reward, terminated, truncated, info
+
+
+# one component is so narrow that most of its actions are clipped; both are binned differently
+BOX = gym.spaces.Box(np.float32([-8, -0.5]), np.float32([8, 0.25]))
+MULTI = gym.spaces.MultiDiscrete([3, 4])
+SPACES = {"discrete": (gym.spaces.Discrete(3),), "box": (BOX,), "multi": (MULTI,)}
+SPACES |= {"masked": (MULTI, (7,)), "masked-by-first": (MULTI, (3, 5))}
+for name, (space, *mask_shape) in SPACES.items():
+    kwargs = dict(action_space=space, mask_shape=mask_shape[0] if mask_shape else None)
+    gym.register(f"Recorded-{name}-v0", Recorded, kwargs=kwargs, disable_env_checker=True)
+
+
+def evaluate(script, run_dir, capsys, *flags):
+    """What the command line prints."""
+    capsys.readouterr()
+    argv, sys.argv = sys.argv, [f"{script.SCRIPT}.py", "--evaluate", str(run_dir), *map(str, flags)]
+    try:
+        runpy.run_path(str(ROOT / f"{script.SCRIPT}.py"), run_name="__main__")
+    finally:
+        sys.argv = argv
+    return capsys.readouterr().out
+
+
+def printed(returns):
+    return f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes\n"
+
+
+def sharpen(run_dir, logits=None):
+    """Gives an agent weights by which its actions depend strongly on all it sees; its numbers, in float64.
+
+    Statistics of observations differ from the task's and are of few steps, so that they would soon move, and
+    many observations are clipped.
+    logits: a function of such numbers; what it finds is spread evenly, by the last layer.
+    """
+    path, rng = run_dir / "checkpoint.pt", np.random.default_rng(0)
+    state = torch.load(path)
+    for name, x in state["agent"].items():
+        if name == "_extra_state" and x.numel():
+            mean, var = rng.normal(size=x.shape[1]), rng.uniform(0.05, 0.5, x.shape[1])
+            x[:] = torch.as_tensor(np.stack((mean, var, np.full_like(mean, 10))))
+        elif x.ndim == 2:
+            gain = 6 if len(x) < 20 else 1.5  # the last layer has few outputs
+            x[:] = torch.as_tensor(rng.normal(size=x.shape) * gain / x.shape[1] ** 0.5)
+        elif x.ndim == 1:
+            x[:] = torch.as_tensor(0.3 * rng.normal(size=x.shape))
+    if logits:
+        found, head = logits(numbers(state["agent"])), "actor" if "curiosity" not in state else "advantage.2"
+        weight, bias = (state["agent"][f"{head}.{part}"] for part in ("weight", "bias"))
+        mean, scale = torch.as_tensor(found.mean(0)), torch.as_tensor(1.5 / found.std(0))
+        weight *= scale[:, None]
+        bias[:] = (bias - mean) * scale
+    torch.save(state, path)
+    return numbers(state["agent"]), numbers(state.get("curiosity", {}))
+
+
+def numbers(state):
+    return {name: x.double().numpy() for name, x in state.items()}
+
+
+def assert_calibrated(probabilities, taken):
+    """Of all actions that had a probability (..., n) of about p, a share p was taken (...)."""
+    assert 0.35 < probabilities.max(-1).mean() < 0.98, "neither certain nor uniform, or this would say little"
+    hits = np.arange(probabilities.shape[-1]) == taken[..., None]
+    assert not (hits & (probabilities == 0)).any()
+    bins, surprise, degrees = (probabilities * 10).astype(int), 0.0, 0
+    for k in range(11):
+        p, hit = probabilities[bins == k], hits[bins == k]
+        variance = (p * (1 - p)).sum()
+        if variance > 1:
+            surprise += (hit.sum() - p.sum()) ** 2 / variance
+            degrees += 1
+    assert degrees and chi2.sf(surprise, degrees) > 1e-4, surprise
+
+
+# script, task, flags
+CASES = [("ppo", "discrete", {}), ("ppo_shared", "discrete", {}), ("ppo_async", "discrete", {})]
+CASES += [("ppo_lstm", "discrete", {}), ("impala_vtrace", "discrete", dict(lstm=True))]
+CASES += [("ngu_r2d2", "discrete", dict(num_policies=3)), ("ppo_continuous", "box", {})]
+CASES += [("ppo_multidiscrete", "multi", {}), ("ppo_multidiscrete", "box", dict(num_bins=4))]
+CASES += [("ppo_multidiscrete", name, dict(mask_actions=True)) for name in ("masked", "masked-by-first")]
+
+
+def distribution(name, args, task, weights, curiosity, stream):
+    """Probabilities (..., n) of the actions in a stream, and which were taken (...)."""
+    actions = stream["actions"]
+    if name == "ppo_continuous":  # by intervals, the outer ones of clipped actions
+        edges = np.linspace(BOX.low, BOX.high, 17, axis=1) * (1 - 1e-6)
+        return policies.gaussian(weights, stream, edges), (actions[..., None] > edges).sum(-1)
+    if name == "ppo_multidiscrete":
+        nvec, masks = MULTI.nvec, stream["masks"]
+        if task == "box":
+            nvec, bins = [args.num_bins] * 2, np.linspace(BOX.low, BOX.high, args.num_bins, axis=1)
+            actions = np.abs(actions[..., None] - bins).argmin(-1)
+            np.testing.assert_allclose(stream["actions"], bins[range(2), actions], atol=1e-6)
+        if masks.ndim == 3:  # the first component's, and the others' by what was chosen
+            masks = np.concatenate((masks[:, :, 0], masks[np.arange(len(masks)), actions[:, 0], 1:]), -1)
+        if masks.dtype == object:  # none
+            masks = np.ones((len(actions), sum(nvec)), bool)
+        return policies.multi(weights, stream | dict(masks=masks), nvec, args.normalize), actions
+    if name == "ngu_r2d2":
+        advantages = policies.advantages(weights, stream, policies.intrinsic_rewards(curiosity, stream, args))
+        return policies.epsilon_greedy(advantages, args.eval_epsilon), actions
+    logits = dict(ppo_shared=policies.shared, ppo_lstm=policies.recurrent, impala_vtrace=policies.impala)
+    return softmax(logits.get(name, policies.separate)(weights, stream), -1), actions
+
+
+def test_docs_name_the_exploration():
+    text = (ROOT / "docs/ngu.md").read_text()
+    assert f"`--eval-epsilon` ({ngu_r2d2.Args().eval_epsilon})" in text
+
+
+@pytest.mark.parametrize("name, task, flags", CASES, ids=[f"{name}-{task}" for name, task, _ in CASES])
+def test_it_acts_by_the_checkpoint(name, task, flags, capsys, monkeypatch):
+    script, episodes = ALL[name], 200
+    monkeypatch.setattr(Recorded, "seeds", seeds := [])
+    monkeypatch.setattr(Recorded, "steps", steps := [])
+    args = small_args(script, env_id=f"Recorded-{task}-v0", **flags)
+    run_dir = script.train(args)
+    script.train(replace(args, resume=str(run_dir), total_timesteps=2 * args.total_timesteps))
+    weights, curiosity = sharpen(run_dir)
+    trained_with = set(seeds)
+    seeds.clear()
+    steps.clear()
+    more = ["--eval-epsilon", 0.2] if name == "ngu_r2d2" else []
+    args = replace(args, eval_epsilon=0.2) if name == "ngu_r2d2" else args
+    out = evaluate(script, run_dir, capsys, "--eval-episodes", episodes, *more)
+
+    assert len(seeds) == 1 and not trained_with & set(seeds)
+    stream = {name: np.array([step[name] for step in steps]) for name in steps[0]}
+    ends = stream["ends"].nonzero()[0] + 1
+    assert len(ends) == episodes and ends[-1] == len(steps)
+    assert out == printed([part.sum() for part in np.split(stream["rewards"], ends)[:-1]])
+    assert_calibrated(*distribution(name, args, task, weights, curiosity, stream))
+
+
+# === Atari: scores, lengths and lives, against plain emulators ===
+
+# Qbert: four lives, points by 25, and random play ends soon. Training cuts games that last longer than most.
+kwargs = gym.spec("QbertNoFrameskip-v4").kwargs | dict(max_num_frames_per_episode=1240)
+gym.register("CutQbertNoFrameskip-v4", "ale_py.env:AtariEnv", kwargs=kwargs)
+
+# the script's own actions at the beginning of a game and of a next life: FIRE, the action after it, a no-op
+WRAPPERS = dict(first=[1, 2], next_life=[0, 1, 2])
+PLAYERS = {ppo_atari: WRAPPERS, ppo_lstm: WRAPPERS}
+PLAYERS |= {script: dict(first=[], next_life=[]) for script in (ppo_async, impala_vtrace, ngu_r2d2)}
+
+
+@pytest.fixture(params=PLAYERS, ids=lambda script: script.SCRIPT)
+def player(request):
+    return request.param
+
+
+def small_atari_args(script, steps, **flags):
+    args = dict(env_id="CutQbertNoFrameskip-v4", num_envs=4, num_steps=steps, total_timesteps=4 * steps)
+    args |= dict(eval_episodes=3, device="cpu") | flags
+    if script is ngu_r2d2:
+        return script.Args(**args, beta=0, replay_steps=4000, learning_starts=4000, hidden_size=64)
+    if script is impala_vtrace:
+        args |= dict(lstm=True)
+    else:
+        args |= dict(num_minibatches=1)
+    if script in (impala_vtrace, ppo_async):
+        return script.Args(**args, sync=True, batch_unrolls=4)
+    return script.Args(**args, update_epochs=1)
+
+
+def play(script, tapes, env_id):
+    is_ngu = script is ngu_r2d2
+    assert all(1 <= game.frames <= 31 for tape in tapes for game in tape if game.actions)
+    return [emulators.play(tape, env_id, all_actions=is_ngu, **PLAYERS[script]) for tape in tapes]
+
+
+def test_training_on_atari(player, monkeypatch):
+    """What is logged of games, what rewards the algorithm sees, and which steps end an episode."""
+    tapes, seen = emulators.record(monkeypatch), []
+    for name in ("compute_gae", "vtrace"):
+        watch(monkeypatch, player, name, seen)
+    args = small_atari_args(player, 330)
+    run_dir = player.train(args)
+    played = play(player, tapes, args.env_id)
+    logged = [[x for _, x in scalars(run_dir, f"charts/episodic_{name}")] for name in ("return", "length")]
+    finished = [game for one in played for game in one.finished]
+    assert sorted(zip(*logged, strict=True)) == sorted(finished)
+    assert len(finished) >= 3 and max(score for score, _ in finished) >= 25
+    lost, over = (np.array([getattr(one, name) for one in played]).T for name in ("lost", "over"))
+    assert lost.sum() >= 8
+    for rewards, ends in seen:
+        np.testing.assert_array_equal(rewards, np.sign([one.rewards for one in played]).T)
+        np.testing.assert_array_equal(ends, lost | over)
+    assert len(seen) == (player is not ngu_r2d2)
+
+
+def watch(monkeypatch, script, name, seen):
+    """Keeps rewards and ends (T, N) of a function of the algorithm, where the script has it."""
+    original = getattr(script, name, None)
+
+    def spy(*args):
+        if name == "compute_gae":
+            rewards, _, dones, *_ = args
+            seen.append((rewards.copy(), dones.astype(bool)))
+        else:
+            _, rewards, discounts, *_ = args
+            seen.append((rewards.numpy().copy(), discounts.numpy() == 0))
+        return original(*args)
+
+    if original:
+        monkeypatch.setattr(script, name, spy)
+
+
+def test_evaluation_on_atari(player, monkeypatch, capsys):
+    """Whole games, raw scores, and actions by what plain emulators show."""
+    args, is_ngu = small_atari_args(player, 8, env_id="QbertNoFrameskip-v4"), player is ngu_r2d2
+    run_dir = player.train(args)
+    actions = np.random.default_rng(0).integers(6, size=150).tolist()
+    sample = emulators.play([emulators.Game(20, actions)], args.env_id, is_ngu, first=[], next_life=[])
+    weights, _ = sharpen(run_dir, lambda weights: atari_logits(player, weights, sample))
+    tapes = emulators.record(monkeypatch)
+    out = evaluate(player, run_dir, capsys, *(["--eval-epsilon", 0.5] if is_ngu else []))
+    (played,) = play(player, tapes, args.env_id)
+    assert len(played.finished) == 3 and played.over[-1] and sum(played.lost) == 9
+    assert out == printed([score for score, _ in played.finished])
+    logits = atari_logits(player, weights, played)
+    p = policies.epsilon_greedy(logits, 0.5) if is_ngu else softmax(logits, -1)
+    assert_calibrated(p, np.array(played.actions))
+
+
+def atari_logits(script, weights, played):
+    """By what plain emulators show. LSTMs begin anew with each life; Never Give Up's with each game."""
+    new_game = np.array([True, *played.over[:-1]])
+    new_life = new_game | [False, *played.lost[:-1]]
+    stream = dict(actions=np.array(played.actions), rewards=np.array(played.rewards, float), starts=new_life)
+    if script in (ppo_lstm, ngu_r2d2):
+        stream["obs"] = np.stack(played.frames)[:, None]
+    elif script is ppo_atari:
+        stream["obs"] = stacks(played.frames, new_life, is_filled=True)
+    else:
+        stream["obs"] = stacks(played.frames, new_game, is_filled=False)
+    if script is ngu_r2d2:
+        return policies.advantages(weights, stream | dict(starts=new_game), np.zeros(len(new_game)))
+    logits = {ppo_lstm: policies.recurrent, impala_vtrace: policies.impala}
+    return logits.get(script, policies.shared)(weights, stream)
+
+
+def stacks(frames, begins, is_filled):
+    """The last four frames (T, 4, 84, 84); where one begins, of copies or behind zeros."""
+    result, stack = [], None
+    for frame, is_new in zip(frames, begins, strict=True):
+        if is_new:
+            stack = [frame if is_filled else np.zeros_like(frame)] * 4
+        stack = [*stack[1:], frame]
+        result.append(np.stack(stack))
+    return np.stack(result)
