@@ -188,7 +188,9 @@ def minibatches(run) -> list[np.ndarray]:
 
 def law_of_batches(run):
     """Minibatches are what the environments gave, with GAE's advantages, in the order that was drawn."""
-    is_recurrent, indices = run.script.SCRIPT == "ppo_lstm", minibatches(run)
+    args, is_recurrent, indices = run.args, run.script.SCRIPT == "ppo_lstm", minibatches(run)
+    if hasattr(args, "batch_unrolls") and (args.artificial_delay or args.batch_unrolls != args.num_envs):
+        return  # an iteration's segments are not the environments' last steps
     for order in run.orders:
         assert sorted(order) == list(range(run.args.num_envs * (1 if is_recurrent else run.args.num_steps)))
     for calls, expected in rollouts(run):
@@ -444,7 +446,9 @@ def family(args) -> np.ndarray:
     N, betas = args.num_policies, []
     for i in range(N):
         is_last = i == N - 1
-        betas.append(args.beta if is_last else args.beta / (1 + np.exp(-10 * (2 * i - (N - 2)) / max(N - 2, 1))))
+        betas.append(
+            args.beta if is_last else args.beta / (1 + np.exp(-10 * (2 * i - (N - 2)) / max(N - 2, 1)))
+        )
         betas[-1] *= is_last or i > 0
     share = np.arange(N) / max(N - 1, 1)
     gammas = 1 - np.exp((1 - share) * np.log(1 - args.gamma_max) + share * np.log(1 - args.gamma_min))
@@ -473,7 +477,7 @@ PPO_IN_STEP = (law_of_environments, law_of_batches, law_of_ppo, law_of_adam)
 LAWS = {
     **dict.fromkeys(("ppo", "ppo_shared", "ppo_atari", "ppo_lstm"), PPO_IN_STEP),
     **dict.fromkeys(("ppo_continuous", "ppo_multidiscrete"), PPO_IN_STEP),
-    "ppo_async": (law_of_environments, law_of_ppo, law_of_adam),
+    "ppo_async": PPO_IN_STEP,
     "impala_vtrace": (law_of_environments, law_of_unrolls, law_of_impala, law_of_rmsprop),
     "ngu_r2d2": (law_of_environments, law_of_ngu, law_of_adam, law_of_exploration),
 }
@@ -482,5 +486,3 @@ LAWS = {
 def check(run):
     for law in LAWS[run.script.SCRIPT]:
         law(run)
-
-

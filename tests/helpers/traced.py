@@ -6,7 +6,7 @@ the loss, each step of an optimizer, each order of minibatches, what was logged 
 
 import faulthandler
 import functools
-import sys
+import threading
 import time
 from copy import deepcopy
 from pathlib import Path
@@ -176,8 +176,12 @@ SMALL = {
     "impala_vtrace": UNROLLS | dict(log_every=1),
     "ppo_async": UNROLLS | dict(num_minibatches=2),
     "ngu_r2d2": BASE
-    | dict(env_id="Traced-v0", num_steps=8, burn_in=1, unroll=3, period=2, batch_sequences=4, learning_starts=1)
-    | dict(replay_steps=100, log_every=1, hidden_size=8, memory_size=10, total_timesteps=64, learning_rate=0.01)
+    | dict(
+        env_id="Traced-v0", num_steps=8, burn_in=1, unroll=3, period=2, batch_sequences=4, learning_starts=1
+    )
+    | dict(
+        replay_steps=100, log_every=1, hidden_size=8, memory_size=10, total_timesteps=64, learning_rate=0.01
+    )
     | dict(neighbors=2),
 }
 
@@ -297,7 +301,7 @@ def hook_agent(run: Run, patch: pytest.MonkeyPatch, adapt):
     patch.setattr(run.script.Agent, "__init__", init)
 
 
-def hook_libraries(run: Run, patch: pytest.MonkeyPatch):
+def hook_libraries(run: Run, patch: pytest.MonkeyPatch, writes: bool):
     randperm, save, step = torch.randperm, torch.save, Traced.step
 
     def ordered(*args, **kwargs):
@@ -306,21 +310,23 @@ def hook_libraries(run: Run, patch: pytest.MonkeyPatch):
 
     def saved(state, *args, **kwargs):
         run.saved.append(deepcopy(state))
-        return save(state, *args, **kwargs)
+        return save(state if writes else {}, *args, **kwargs)
 
     def compiled(function, **_):
         run.compiled.append(function)
         return function
 
     def stepped(self, action):
-        run.threads.add(__import__("threading").current_thread().name)
+        run.threads.add(threading.current_thread().name)
         return step(self, action)
 
     patch.setattr(torch, "randperm", ordered)
     patch.setattr(torch, "save", saved)
     patch.setattr(torch, "compile", compiled)
     patch.setattr(Traced, "step", stepped)
-    patch.setattr(SummaryWriter, "add_scalar", lambda self, *x: run.logged.append(x))
+    if not writes:
+        patch.setattr(SummaryWriter, "add_scalar", lambda self, *x: run.logged.append(x))
+        patch.setattr(torch.nn.init, "orthogonal_", lambda x, std=1: x.normal_(0, std / x[0].numel() ** 0.5))
     patch.setattr(tqdm, "set_postfix_str", lambda self, text, **_: run.bars.append(text))
     patch.setattr(faulthandler, "dump_traceback_later", lambda seconds, **_: run.timers.append(seconds))
 
@@ -335,17 +341,20 @@ def hook_environments(script, patch: pytest.MonkeyPatch):
 
 
 def record(script, adapt=lambda agent: None, writes=False, **flags) -> Run:
-    """A run of SMALL's flags and these. writes: TensorBoard's file, too. adapt: changes each agent at first."""
+    """A run of SMALL's flags and these. adapt: changes each agent at first. writes: logs and checkpoints as usual.
+
+    Otherwise both are kept in memory alone, and weights begin as plain Gaussians, which costs less time.
+    """
     args = script.Args(**SMALL[script.SCRIPT] | flags)
-    lists = {name: [] for name in ("losses", "steps", "orders", "logged", "saved", "bars", "timers", "compiled")}
-    run, add_scalar = Run(script=script, args=args, initial=None, threads=set(), **lists), SummaryWriter.add_scalar
+    lists = {
+        name: [] for name in ("losses", "steps", "orders", "logged", "saved", "bars", "timers", "compiled")
+    }
+    run = Run(script=script, args=args, initial=None, threads=set(), **lists)
     with pytest.MonkeyPatch.context() as patch:
         hook_environments(script, patch)
         hook_agent(run, patch, adapt)
         hook_loss(run, patch)
-        hook_libraries(run, patch)
-        if writes:
-            patch.setattr(SummaryWriter, "add_scalar", add_scalar)
+        hook_libraries(run, patch, writes)
         handles = hook_optimizers(run, patch)
         run.environments = Traced.made
         try:
