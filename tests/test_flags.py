@@ -6,6 +6,7 @@ which compute apart from the scripts what the flags demand at each place: a flag
 """
 
 import functools
+import shutil
 import sys
 import threading
 from dataclasses import fields, replace
@@ -250,25 +251,34 @@ def zero(agent: torch.nn.Module):
 @pytest.mark.parametrize("name", ALL)
 def test_seed_reaches_each_thing_that_is_random(name):
     """Weights, environments, actions (of an agent that sees nothing), and the order of minibatches or replay."""
-    flags = dict(learning_rate=0.0) | (dict(epsilon=1.0) if name == "ngu_r2d2" else {})
+    flags = dict(learning_rate=0.0, num_envs=8)
+    flags |= dict(batch_unrolls=8) if name in ("impala_vtrace", "ppo_async") else {}
+    flags |= dict(replay_fraction=0.5, batch_unrolls=16) if name == "impala_vtrace" else {}
+    flags |= dict(epsilon=1.0, batch_sequences=16) if name == "ngu_r2d2" else {}
+    flags["total_timesteps"] = 2 * 8 * SMALL[name]["num_steps"]
     one, again, other = (record(ALL[name], adapt=zero, seed=seed, **flags) for seed in (1, 1, 2))
-    actions = [
-        np.array([[step[1] for step in env.steps] for env in run.environments]) for run in (one, again, other)
-    ]
-    for x, y, z in (
-        (one.initial, again.initial, other.initial),
-        actions,
-        (one.orders, again.orders, other.orders),
-    ):
-        assert same(list(x), list(y))
-        assert not len(x) or not same(list(x), list(z))
-    T = one.args.num_steps
-    assert not same(actions[0][0], actions[0][1])  # environments
-    assert not same(actions[0][:, :T], actions[0][:, T : 2 * T])  # iterations
-    assert len({tuple(order) for order in one.orders}) > len(one.orders) / 2
-    if name == "ngu_r2d2":
-        draws = [[call.batch["policies"][0].numpy() for call in run.losses] for run in (one, again, other)]
-        assert same(draws[0], draws[1]) and not same(draws[0], draws[2])
+    for what in (lambda run: run.initial, lambda run: run.orders or draws(run), actions_of):
+        assert same(what(one), what(again)) and not same(what(one), what(other))
+    T, actions = one.args.num_steps, actions_of(one)
+    assert len({actions[n].tobytes() for n in range(8)}) == 8  # environments
+    assert not same(actions[:, :T], actions[:, T : 2 * T])  # iterations
+    drawn = one.orders or draws(one)
+    assert len({x.tobytes() for x in drawn}) == len(drawn)
+
+
+def actions_of(run: Run) -> np.ndarray:
+    """(N, S, ...)"""
+    return np.array([[step[1] for step in env.steps] for env in run.environments])
+
+
+def draws(run: Run) -> list[np.ndarray]:
+    """What is drawn from the replay for each batch: the policies to train, or the unrolls by their place."""
+    if run.script.SCRIPT == "ngu_r2d2":
+        return [call.batch["policies"][0].numpy() for call in run.losses]
+    T, places = run.args.num_steps, {}
+    for n, env in enumerate(run.environments):
+        places |= {env.steps[t][0].tobytes(): (n, t) for t in range(0, len(env.steps), T)}
+    return [np.array([places[x.tobytes()] for x in call.batch["obs"][0, 8:].numpy()]) for call in run.losses]
 
 
 @pytest.mark.parametrize("name", ["impala_vtrace", "ppo_async"])
@@ -300,7 +310,7 @@ def test_halves(monkeypatch):
 
 
 def test_sync_every(monkeypatch):
-    """Of two learners, every update sums gradients; with --sync-every 3, every third averages parameters instead."""
+    """Two learners sum gradients in every update, or average parameters in every third."""
     script, summed, averaged = ALL["impala_vtrace"], [], []
     monkeypatch.setattr(script, "WORLD_SIZE", 2)
     for name in ("init_process_group", "destroy_process_group"):
@@ -340,10 +350,11 @@ def finished(name: str) -> Run:
 
 @pytest.mark.parametrize("name", ALL)
 def test_resume(name):
-    """The folder, the iterations, the parameters and the optimizer's state go on; environments begin new episodes."""
+    """Folder, iterations, parameters and the optimizer's state go on; environments begin new episodes."""
     before = finished(name)
-    run = record(ALL[name], resume=str(before.run_dir), total_timesteps=2 * before.args.total_timesteps)
-    assert run.run_dir == before.run_dir
+    folder = Path(shutil.copytree(before.run_dir, "copy")).resolve()
+    run = record(ALL[name], resume=str(folder), total_timesteps=2 * before.args.total_timesteps)
+    assert run.run_dir == folder
     assert run.saved[-1]["iteration"] == 2 * before.saved[-1]["iteration"]
     np.testing.assert_array_equal(
         run.steps[0].before, [s for s in before.steps if len(s.after) == len(run.steps[0].before)][-1].after
@@ -375,7 +386,7 @@ def play(name: str, **flags):
 
 @pytest.mark.parametrize("name", ALL)
 def test_evaluation(name):
-    """Returns are those that the environment gave, by its seed; video folder, episodes, seed, share of chance."""
+    """Returns are those that the environment gave, by its seed; videos, episodes, share of random actions."""
     returns, (env,), folders, saved = play(name, eval_episodes=3)
     sums, total = [], 0.0
     for *_, reward, _, terminated, truncated in (step[1:] for step in env.steps):

@@ -18,12 +18,19 @@ def assert_close(found, expected, what: str, tolerance: float = 2e-4):
 # === Environments ===
 
 
+def as_seen(obs: np.ndarray) -> np.ndarray:
+    """Images (..., 36, 36, 1) with their channels first."""
+    return np.moveaxis(obs, -1, -3) if obs.shape[-1] == 1 else obs
+
+
 def trace(run) -> dict[str, np.ndarray]:
     """What all environments saw, were told and answered, side by side (S, N, ...)."""
     names = ("obs", "actions", "rewards", "final_obs", "terminated", "truncated")
     steps = zip(*(env.steps for env in run.environments), strict=False)  # those that all of them have made
     columns = zip(*(zip(*step, strict=True) for step in steps), strict=True)
     seen = {name: np.array(column) for name, column in zip(names, columns, strict=True)}
+    for name in ("obs", "final_obs"):
+        seen[name] = as_seen(seen[name])
     return seen | dict(dones=seen["terminated"] | seen["truncated"])
 
 
@@ -37,7 +44,7 @@ def moments(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def seen_by_agent(run) -> dict[str, np.ndarray]:
     """trace(), with observations (S + 1, N, ...) and rewards as the agent gets them."""
     seen = trace(run)
-    obs = np.concatenate((seen["obs"], [[env.obs for env in run.environments]]))
+    obs = np.concatenate((seen["obs"], as_seen(np.array([[env.obs for env in run.environments]]))))
     if run.script.SCRIPT == "ppo_atari":
         return seen | dict(obs=obs, rewards=np.sign(seen["rewards"]))
     if not hasattr(run.script, "NormalizedEnvs") or not getattr(run.args, "normalize", True):
@@ -311,7 +318,7 @@ def law_of_unrolls(run):
     """New unrolls are what the environments gave: T + 1 rows of each, the last of which is the first of the next."""
     args, T = run.args, run.args.num_steps
     seen = {name: x for name, x in trace(run).items()}
-    obs = np.concatenate((seen["obs"], [[env.obs for env in run.environments]]))
+    obs = np.concatenate((seen["obs"], as_seen(np.array([[env.obs for env in run.environments]]))))
     nothing = np.zeros((1, args.num_envs))
     rows = dict(obs=obs, last_actions=np.concatenate((nothing, seen["actions"])))
     rows["last_rewards"] = np.concatenate((nothing, seen["rewards"]))
@@ -319,7 +326,6 @@ def law_of_unrolls(run):
     for i, call in enumerate(run.losses):
         for name, x in rows.items():
             found = call.batch[name].numpy()[:, : args.num_envs]
-            found = np.moveaxis(found, 2, -1) if name == "obs" and found.ndim == 5 else found
             assert_close(found, x[i * T : (i + 1) * T + 1], name)
         bootstraps = np.zeros((T + 1, args.num_envs))
         cuts = seen["truncated"][i * T : (i + 1) * T] & args.bootstrap_truncated

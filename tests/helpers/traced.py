@@ -16,6 +16,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+import torch.nn as nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -332,11 +333,19 @@ def hook_libraries(run: Run, patch: pytest.MonkeyPatch, writes: bool):
 
 
 def hook_environments(script, patch: pytest.MonkeyPatch):
-    """A clock of its own, and stand-ins for emulators."""
+    """A clock of its own; stand-ins for ppo_atari.py's emulators and for its large network."""
     patch.setattr(Traced, "made", [])
     patch.setattr(Traced, "clock", Clock())
     patch.setattr(script, "time", Traced.clock)
     if script.SCRIPT == "ppo_atari":
+        original = script.Agent.__init__
+
+        def init(self, envs):
+            original(self, envs)
+            layers = nn.AvgPool2d(12), nn.Flatten(), nn.Linear(4 * 7 * 7, 512), nn.ReLU()
+            self.network = nn.Sequential(*layers)
+
+        patch.setattr(script.Agent, "__init__", init)
         patch.setattr(script, "make_env", lambda args, num_envs, video_dir=None: Games(args.env_id, num_envs))
 
 
