@@ -1,8 +1,9 @@
 """Every flag does something, in every script, and where it should.
 
-FLAGS says of each field of Args another value and the first stage of a run that it changes: up to there, two recorded
-runs are the same bit for bit, and at that stage they differ. Every such run also keeps the laws of helpers/laws.py,
-which compute apart from the scripts what the flags demand at each place: a flag that reaches one of two is seen.
+FLAGS says of each field of Args another value and the first stage of a run that it changes: up to there, two
+recorded runs are the same bit for bit, and at that stage they differ. Every such run also keeps the laws of
+helpers/laws.py, which compute apart from the scripts what the flags demand at each place: a flag that reaches
+one of two is seen.
 """
 
 import functools
@@ -250,7 +251,7 @@ def zero(agent: torch.nn.Module):
 
 @pytest.mark.parametrize("name", ALL)
 def test_seed_reaches_each_thing_that_is_random(name):
-    """Weights, environments, actions (of an agent that sees nothing), and the order of minibatches or replay."""
+    """Weights, environments, actions (of an agent that sees nothing), minibatches and replay."""
     flags = dict(learning_rate=0.0, num_envs=8)
     flags |= dict(batch_unrolls=8) if name in ("impala_vtrace", "ppo_async") else {}
     flags |= dict(replay_fraction=0.5, batch_unrolls=16) if name == "impala_vtrace" else {}

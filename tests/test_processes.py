@@ -16,9 +16,7 @@ import ngu_r2d2
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = os.environ | dict(
-    OMP_NUM_THREADS="1",
-    PYTHONHASHSEED="0",
-    PYTHONPATH=os.pathsep.join((str(ROOT), str(ROOT / "tests/helpers"))),
+    OMP_NUM_THREADS="1", PYTHONHASHSEED="0", PYTHONPATH=os.pathsep.join((str(ROOT), str(ROOT / "tests/helpers")))
 )
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 

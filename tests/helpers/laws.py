@@ -1,7 +1,7 @@
 """What must hold in every recorded run, whatever its flags: float64 NumPy, by the definitions of the papers.
 
-Each law takes what traced.record() noted and compares it with what the arguments demand. So a flag that reaches one
-of two places breaks a law as soon as its value is not the default.
+Each law takes what traced.record() noted and compares it with what the arguments demand. So a flag that
+reaches one of two places breaks a law as soon as its value is not the default.
 """
 
 import numpy as np
@@ -92,7 +92,7 @@ def taken(run, actions: np.ndarray) -> np.ndarray:
 
 
 def law_of_environments(run):
-    """As many as asked for, of the task that was asked for; seeds count up, and episodes go on without one."""
+    """As many as asked for, of the right task; seeds count up, and later episodes have none."""
     assert [env.unwrapped.spec.id for env in run.environments] == [run.args.env_id] * run.args.num_envs
     assert [env.seeds[0] for env in run.environments] == [run.args.seed + n for n in range(run.args.num_envs)]
     assert {seed for env in run.environments for seed in env.seeds[1:]} <= {None}
@@ -139,7 +139,7 @@ class Acting:
         self.dtype = torch.uint8 if seen["obs"].dtype == np.uint8 else torch.float32
 
     def __call__(self, obs, t, starts, n=slice(None), keeps=True):
-        """Distributions and values (N,) of observations (N, ...) before step t; keeps the state after them."""
+        """Distribution and values (N,) of observations (N, ...) before step t; keeps the state."""
         obs = torch.as_tensor(obs).to(self.dtype)
         if self.state is not None:
             starts = torch.as_tensor(starts)[None]
@@ -279,7 +279,7 @@ def clipped_gradient(run, k: int) -> np.ndarray:
 
 
 def law_of_adam(run):
-    """Every step is Adam's (Kingma and Ba, algorithm 1) by the loss's gradient, clipped, and by its learning rate."""
+    """Every step is Adam's (Kingma and Ba, algorithm 1), by the loss's gradient, clipped."""
     args, is_ngu = run.args, run.script.SCRIPT == "ngu_r2d2"
     optimizers = list(dict.fromkeys(id(step.optimizer) for step in run.steps))
     for which, key in enumerate(optimizers):
@@ -301,7 +301,7 @@ def law_of_adam(run):
 
 
 def law_of_rmsprop(run):
-    """Every step is TensorFlow's RMSProp by the loss's gradient, clipped: epsilon in the root, squares begin with 1."""
+    """Every step is TensorFlow's RMSProp: epsilon is in the root, and mean squares begin with 1."""
     args, mean_square = run.args, 1.0
     for k, step in enumerate(run.steps):
         assert_close(step.grad, clipped_gradient(run, k), "gradient")
@@ -315,7 +315,7 @@ def law_of_rmsprop(run):
 
 
 def law_of_unrolls(run):
-    """New unrolls are what the environments gave: T + 1 rows of each, the last of which is the first of the next."""
+    """New unrolls are what the environments gave: T + 1 rows, the last of which begins the next one."""
     args, T = run.args, run.args.num_steps
     seen = {name: x for name, x in trace(run).items()}
     obs = np.concatenate((seen["obs"], as_seen(np.array([[env.obs for env in run.environments]]))))
@@ -469,7 +469,7 @@ def law_of_ngu(run):
 
 
 def law_of_exploration(run):
-    """Each environment's share of random actions, from epsilon to its 8th power, gives its actions' probability."""
+    """Shares of random actions, from epsilon to its 8th power, give the probabilities of actions."""
     args, num_actions = run.args, 3
     ladder = args.epsilon ** (1 + 7 * np.arange(args.num_envs) / max(args.num_envs - 1, 1))
     allowed = np.concatenate((ladder / num_actions, ladder / num_actions + 1 - ladder))

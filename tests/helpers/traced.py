@@ -1,7 +1,8 @@
 """Runs of a tenth of a second that leave everything behind, for tests that compute apart from the scripts.
 
-Traced environments note what they were asked and what they answered; record() trains on them and notes each call of
-the loss, each step of an optimizer, each order of minibatches, what was logged and saved, by a clock of its own.
+Traced environments note what they were asked and what they answered. record() trains on them and notes each
+call of the loss, each step of an optimizer, each order of minibatches, and what was logged and saved. Only
+environments and losses advance its clock.
 """
 
 import faulthandler
@@ -220,9 +221,9 @@ def vector(tensors, like=None) -> np.ndarray:
 class Run(SimpleNamespace):
     """What record() noted, in the order of time.
 
-    script, args, run_dir; environments; initial: parameters; losses: calls of the loss function; steps: of the
-    optimizers; orders: of minibatches; logged: (tag, step, value); saved: checkpoints; bars: what the progress bar
-    said; timers: seconds; compiled: functions; threads: names of those in which environments were stepped.
+    script, args, run_dir; environments; initial: parameters; losses: calls of the loss function; steps: of
+    the optimizers; orders: of minibatches; logged: (tag, step, value); saved: checkpoints; bars: what the
+    progress bar said; timers: seconds; compiled: functions; threads: in which environments were stepped.
     """
 
     def iterations(self) -> list[list[SimpleNamespace]]:
@@ -350,9 +351,10 @@ def hook_environments(script, patch: pytest.MonkeyPatch):
 
 
 def record(script, adapt=lambda agent: None, writes=False, **flags) -> Run:
-    """A run of SMALL's flags and these. adapt: changes each agent at first. writes: logs and checkpoints as usual.
+    """A run of SMALL's flags and these. adapt: changes each agent at first.
 
-    Otherwise both are kept in memory alone, and weights begin as plain Gaussians, which costs less time.
+    writes: logs and checkpoints are written as usual. Otherwise both are kept in memory alone, and weights
+    begin as plain Gaussians, which costs less time.
     """
     args = script.Args(**SMALL[script.SCRIPT] | flags)
     lists = {
