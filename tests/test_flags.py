@@ -63,7 +63,7 @@ PPO = COMMON | dict(
 )
 IMAGES = dict(env_id="TracedImage-v0", learning_rate=1e-3)
 REPLAYED = dict(replay_fraction=0.5, num_envs=2, batch_unrolls=4, total_timesteps=64)
-RETRACE = dict(target="retrace", cross_mixture=1.0, eval_epsilon=0.2)
+RETRACE = dict(target="retrace", cross_mixture=1.0, eval_epsilon=0.2, h_eps=0.1)
 FLAGS = {
     "ppo": PPO,
     "ppo_shared": PPO,
@@ -129,7 +129,7 @@ FLAGS = {
         name: row for name, row in COMMON.items() if name not in ("gamma", "anneal_lr", "ent_coef", "vf_coef")
     }
     | dict(
-        total_timesteps=("run", dict(total_timesteps=96), {}),
+        total_timesteps=("run", dict(total_timesteps=64), {}),
         bootstrap_truncated=("batch", dict(bootstrap_truncated=False), {}),
         epsilon=("actions", dict(epsilon=0.9), {}),
         eval_epsilon=("update", dict(eval_epsilon=0.5), RETRACE),

@@ -182,7 +182,7 @@ SMALL = {
         env_id="Traced-v0", num_steps=8, burn_in=1, unroll=3, period=2, batch_sequences=4, learning_starts=1
     )
     | dict(
-        replay_steps=100, log_every=1, hidden_size=8, memory_size=10, total_timesteps=64, learning_rate=0.01
+        replay_steps=100, log_every=1, hidden_size=8, memory_size=10, total_timesteps=48, learning_rate=0.01
     )
     | dict(neighbors=2),
 }
