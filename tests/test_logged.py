@@ -1,0 +1,468 @@
+"""Everything that is logged or shown, in every script, beside a value computed apart from it, tag by tag.
+
+A recorded run (helpers/traced.py) has the environments' answers, the batches of the loss, and a clock that
+only environments and losses advance. From these, plain NumPy computes what each tag should have at each step.
+A tag of which nothing is expected fails.
+"""
+
+import functools
+import runpy
+import sys
+from collections import defaultdict
+from copy import deepcopy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import OTHERS, SCRIPTS, scalars
+from laws import clip_and_lr, impala_numbers, ngu_numbers, ppo_numbers, rollouts
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from traced import LOSS_SECONDS, STEP_SECONDS, Run, Traced, record
+
+ALL = SCRIPTS | OTHERS
+IN_STEP = dict(total_timesteps=64, gamma=0.9, clip_coef=0.05, vf_coef=0.3, ent_coef=0.02, anneal_clip=True)
+IN_TURN = dict(num_envs=4, num_steps=8)
+FLAGS = dict.fromkeys(SCRIPTS, IN_STEP) | {
+    "ppo_atari": IN_STEP | dict(num_steps=8),
+    # unrolls left over by one batch are a version old in the next
+    "impala_vtrace": IN_TURN
+    | dict(env_id="Traced-v0,TracedTwin-v0", batch_unrolls=6, replay_fraction=0.5, log_every=2, rho_bar=1.01)
+    | dict(total_timesteps=8 * 3 * 7, bootstrap_truncated=True),
+    "ppo_async": IN_TURN
+    | dict(batch_unrolls=5, num_actors=2, artificial_delay=1, max_staleness=1, sample_reuse=1.5)
+    | dict(decoupled=True, total_timesteps=8 * 5 * 5, clip_coef=0.05, anneal_clip=True),
+    "ngu_r2d2": dict(total_timesteps=160, log_every=3, learning_starts=20, rnd_max=1.5, beta=0.3, n_step=2)
+    | dict(cross_mixture=0.3, embedding_every=1000, neighbors=3, kernel_eps=0.01, replay_steps=400),
+}
+AT_THE_END = ("episodic_return", "episodic_length", "score")
+
+
+@functools.cache
+def logging_run(name: str) -> Run:
+    with pytest.MonkeyPatch.context() as patch:
+        notes = hook_ngu(ALL[name], patch) if name == "ngu_r2d2" else None
+        run = record(ALL[name], writes=True, **FLAGS[name])
+    run.notes = notes
+    return run
+
+
+def hook_ngu(script, patch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Notes draws from the replay, the policies that played, and the curiosity before each loss."""
+    notes = SimpleNamespace(places=[], policies=[], auxiliary=[], alphas=[])
+    sample, step, loss = script.Replay.sample, script.Actor.step, script.Curiosity.loss
+    forward, init = script.Curiosity.forward, script.Curiosity.__init__
+
+    def sampled(self, *args):
+        result = sample(self, *args)
+        notes.places.append(result[0])
+        return result
+
+    def stepped(self, *args):
+        result = step(self, *args)
+        notes.policies.append(result[0]["policies"])
+        return result
+
+    def lost(self, *args):
+        notes.auxiliary.append(deepcopy(self))
+        return loss(self, *args)
+
+    def rewarded(self, obs):
+        result = forward(self, obs)
+        notes.alphas.append(result[1].astype(np.float64))
+        return result
+
+    def begun(self, *args):
+        init(self, *args)
+        notes.embedding = deepcopy(self.embedding)
+
+    patch.setattr(script.Replay, "sample", sampled)
+    patch.setattr(script.Actor, "step", stepped)
+    patch.setattr(script.Curiosity, "loss", lost)
+    patch.setattr(script.Curiosity, "forward", rewarded)
+    patch.setattr(script.Curiosity, "__init__", begun)
+    return notes
+
+
+# === Episodes, and the steps at which they ended ===
+
+
+def ends(env: Traced) -> list[tuple[int, dict]]:
+    """Of each episode: its last step (from 1), and what is to be logged."""
+    found, total, length = [], 0.0, 0
+    for t, (_, _, reward, _, terminated, truncated) in enumerate(env.steps, 1):
+        total, length = total + reward, length + 1
+        if terminated or truncated:
+            score = 10.0 * len(found) + env.index
+            found.append((t, dict(episodic_return=total, episodic_length=length, score=score)))
+            total, length = 0.0, 0
+    return found
+
+
+def batches_in_turn(run: Run) -> list[SimpleNamespace]:
+    """What --sync does: actors of two groups act in turn until a batch is full; the rest waits for the next.
+
+    ready: unrolls that waited; taken: (version, environment, number of its unroll); acted: unrolls made.
+    Every batch makes a version, but those that are held back at first.
+    """
+    args, waiting, batches, counts = run.args, [], [], [0] * run.args.num_envs
+    num_actors, delay = args.num_envs // 2, getattr(args, "artificial_delay", 0)
+    size, turn = getattr(args, "new_unrolls", args.batch_unrolls), 0
+    for k in range(args.num_iterations + delay):
+        version, ready, made = max(0, k - delay), len(waiting), 0
+        while len(waiting) < size:
+            for n in (2 * (turn % num_actors), 2 * (turn % num_actors) + 1):
+                waiting.append((version, n, counts[n]))
+                counts[n] += 1
+            turn, made = turn + 1, made + 2
+        batches.append(SimpleNamespace(ready=ready, taken=waiting[:size], acted=made))
+        waiting = waiting[size:]
+    return batches
+
+
+def episodes(run: Run) -> list[list[tuple[int, int, dict]]]:
+    """Of each iteration: (step, environment, what is to be logged) of episodes that ended in it, by step."""
+    args, found = run.args, []
+    all_ends = [ends(env) for env in run.environments]
+    T, N = args.num_steps, args.num_envs
+    if not hasattr(args, "batch_unrolls"):
+        for i in range(args.num_iterations):
+            ended = [(t * N, n, e) for n in range(N) for t, e in all_ends[n] if i * T < t <= (i + 1) * T]
+            found.append(sorted(ended, key=lambda x: x[0]))
+        return found
+    for i, batch in enumerate(batches_in_turn(run)[: args.num_iterations]):
+        ended = []
+        for _, n, k in batch.taken:
+            for t, e in all_ends[n]:
+                if k * T < t <= (k + 1) * T:
+                    ended.append((i * args.batch_size + (t - k * T) * len(batch.taken), n, e))
+        found.append(sorted(ended, key=lambda x: x[0]))
+    return found
+
+
+def expected_episodes(run: Run) -> dict[str, list]:
+    tags = defaultdict(list)
+    for step, n, episode in (x for ended in episodes(run) for x in ended):
+        for name, value in episode.items():
+            if name != "score" or run.script.SCRIPT != "ppo_atari":  # emulators report no such number
+                tags[f"charts/{name}"].append((step, value))
+        if run.script.SCRIPT == "ngu_r2d2":
+            policy = run.notes.policies[step // run.args.num_envs - 1][n]
+            tags[f"policies/return_{policy}"].append((step, episode["episodic_return"]))
+    return tags
+
+
+# === Losses and rates ===
+
+
+def seconds(num_steps: int, num_losses: int) -> float:
+    return num_steps * STEP_SECONDS + num_losses * LOSS_SECONDS
+
+
+def expected_in_step(run: Run) -> dict[str, list]:
+    """PPO whose rollouts and updates alternate."""
+    tags, k, args = defaultdict(list), 0, run.args
+    for i, (calls, rollout) in enumerate(rollouts(run)):
+        step = (i + 1) * args.num_envs * args.num_steps
+        numbers = [ppo_numbers(run, k + j) for j in range(len(calls))]
+        k += len(calls)
+        for name in ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl"):
+            tags[f"losses/{name}"].append((step, numbers[-1][name]))
+        tags["losses/clipfrac"].append((step, np.mean([x["clipped"].mean() for x in numbers])))
+        left = (rollout["returns"] - rollout["values"]).var() / rollout["returns"].var()
+        tags["losses/explained_variance"].append((step, 1 - left))
+        tags["charts/learning_rate"].append((step, clip_and_lr(run, k - 1)[1]))
+        tags["charts/SPS"].append((step, step / seconds(step, k)))
+    return tags
+
+
+def rates(batches: list, num_losses: int, steps_of_batch: int, reuse: float, run: Run) -> dict[str, float]:
+    """Of the time between two logs, in which the learner waits while actors act, and the other way around."""
+    acted = sum(batch.acted for batch in batches) * run.args.num_steps
+    wait = acted * STEP_SECONDS / seconds(acted, num_losses)
+    collected = len(batches) * steps_of_batch / seconds(acted, num_losses)
+    num_actors, size = run.args.num_envs // 2, len(batches[0].taken)
+    capacity = max(2, size + size % 2)
+    return {
+        "charts/learner_wait": wait,
+        "charts/actor_wait": 1 - wait / num_actors,
+        "charts/queue_fill": np.mean([batch.ready for batch in batches]) / capacity,
+        "charts/collected_SPS": collected,
+        "charts/trained_SPS": collected * reuse,
+        "charts/sample_reuse": reuse,
+    }
+
+
+def expected_of_impala(run: Run) -> dict[str, list]:
+    args, tags, batches, ended = run.args, defaultdict(list), batches_in_turn(run), episodes(run)
+    last, num_steps = 0, np.cumsum([batch.acted * args.num_steps for batch in batches])
+    for i in range(args.num_iterations):
+        if (i + 1) % args.log_every and i + 1 < args.num_iterations:
+            continue
+        step, since = (i + 1) * args.batch_size, batches[last : i + 1]
+        numbers = impala_numbers(run, i)
+        numbers.pop("loss")
+        found = {f"losses/{name}": x for name, x in numbers.items()}
+        found["charts/learning_rate"] = clip_and_lr(run, i)[1]
+        found["charts/SPS"] = step / seconds(num_steps[i], i + 1)
+        found |= rates(since, len(since), args.batch_size, args.batch_unrolls / args.new_unrolls, run)
+        lags = [last + k - version for k, batch in enumerate(since) for version, _, _ in batch.taken]
+        found |= {"charts/policy_lag": np.mean(lags), "charts/policy_lag_max": max(lags)}
+        for task, env_id in enumerate(args.env_ids):
+            returns = [e["episodic_return"] for x in ended[: i + 1] for _, n, e in x if n // 2 == task]
+            found[f"tasks/{env_id}"] = np.mean(returns)
+        for tag, x in found.items():
+            tags[tag].append((step, x))
+        last = i + 1
+    return tags
+
+
+def expected_of_async(run: Run) -> dict[str, list]:
+    args, tags, batches, k = run.args, defaultdict(list), batches_in_turn(run), 0
+    num_steps = np.cumsum([batch.acted * args.num_steps for batch in batches])
+    for i, calls in enumerate(run.iterations()):
+        step, delay = (i + 1) * args.batch_size, args.artificial_delay
+        numbers, k = [ppo_numbers(run, k + j) for j in range(len(calls))], k + len(calls)
+        names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "behavior_kl")
+        found = {f"losses/{name}": numbers[-1][name] for name in names}
+        clipped = np.concatenate([x["clipped"] for x in numbers])
+        found["losses/clipfrac"] = clipped.mean()
+        whole = {
+            name: np.concatenate([call.batch[name] for call in calls[: args.num_minibatches]])
+            for name in ("returns", "values")
+        }
+        found["losses/explained_variance"] = (
+            1 - (whole["returns"] - whole["values"]).var() / whole["returns"].var()
+        )
+        _, found["charts/learning_rate"] = clip_and_lr(run, k - 1)
+        found["charts/SPS"] = step / seconds(num_steps[i + delay], k)
+        stale = np.array([i - version for version, _, _ in batches[i].taken])
+        ages = np.concatenate([call.batch["staleness"] for call in calls])
+        assert set(ages) == set(stale[stale <= args.max_staleness])
+        found |= {"staleness/mean": ages.mean(), "staleness/max": ages.max()}
+        found |= {f"staleness/clipfrac_{age}": clipped[ages == age].mean() for age in set(ages)}
+        kept = (stale <= args.max_staleness).mean()
+        since = batches[: 1 + delay] if i == 0 else batches[i + delay : i + delay + 1]
+        size = kept * args.batch_size
+        reuse = (size + round(size / 2)) / args.batch_size  # one and a half passes
+        found |= rates(since, len(calls), args.batch_size, reuse, run)
+        found |= {
+            "staleness/dropped": 1 - kept,
+            "charts/dropped_SPS": (1 - kept) * found["charts/collected_SPS"],
+        }
+        for tag, x in found.items():
+            tags[tag].append((step, x))
+    return tags
+
+
+# === NGU ===
+
+
+def table_of_sequences(run: Run) -> list[list[int]]:
+    """At each step, environments that complete a sequence: it is full, or the oldest at an episode's end."""
+    args, length = run.args, run.args.burn_in + run.args.unroll
+    begun, lasted, completed = [0] * args.num_envs, [0] * args.num_envs, []
+    for step in zip(*(env.steps for env in run.environments), strict=True):
+        completed.append([])
+        for n, (*_, terminated, truncated) in enumerate(step):
+            lasted[n] += 1
+            if terminated or truncated or lasted[n] - begun[n] == length:
+                completed[-1].append(n)
+                begun[n] += args.period
+            if terminated or truncated:
+                begun[n] = lasted[n] = 0
+    return completed
+
+
+def novelties(run: Run) -> list[dict[str, float]]:
+    """Of each step: mean episodic novelty and so on, by algorithm 1 of NGU with the first embedding."""
+    args, embed = run.args, lambda obs: run.notes.embedding(torch.as_tensor(obs)[None])[0].detach().numpy()
+    memories = [[embed(env.steps[0][0])] for env in run.environments]
+    total, count, found = 0.0, 0.0, []
+
+    def similarity(distances, mean):
+        apart = np.maximum(distances / max(mean, 1e-12) - 0.008, 0)
+        kernel = args.kernel_eps / (apart + args.kernel_eps)
+        return np.sqrt(kernel.mean() * args.neighbors) + 0.001
+
+    usual = similarity(np.ones(1), 1.0)
+    for t, alpha in enumerate(run.notes.alphas):
+        steps = [env.steps[t] for env in run.environments]
+        arrived = [embed(step[3]) for step in steps]
+        nearest = [
+            np.sort([((x - y) ** 2).sum() for y in memory])[: args.neighbors]
+            for x, memory in zip(arrived, memories, strict=True)
+        ]
+        total = 0.99 * total + sum(x.sum() for x in nearest)
+        count = 0.99 * count + sum(len(x) for x in nearest)
+        similarities = np.array([similarity(x, total / count) for x in nearest])
+        novelty = np.minimum(np.where(similarities > 8, 0, usual / similarities), 1)
+        for memory, x in zip(memories, arrived, strict=True):
+            memory.append(x)
+        info = dict(
+            novelty=novelty.mean(), distance=total / count, memory=np.mean([len(x) for x in memories])
+        )
+        info |= dict(alpha=alpha.mean(), reward=(novelty * alpha).mean())
+        info |= dict(alpha_at_least=(alpha == 1).mean(), alpha_at_most=(alpha == args.rnd_max).mean())
+        found.append(info)
+        for n, (*_, terminated, truncated) in enumerate(steps):
+            if terminated or truncated:
+                following = run.environments[n].steps
+                memories[n] = [embed(following[t + 1][0])] if t + 1 < len(following) else []
+    return found
+
+
+def auxiliary_numbers(run: Run, k: int) -> dict[str, float]:
+    """Inverse dynamics and the predictor's errors in the last steps of each sequence of the k-th batch."""
+    batch, curiosity = {name: x.numpy() for name, x in run.losses[k].batch.items()}, run.notes.auxiliary[k]
+    losses, errors, hits, std = [], [], [], np.sqrt(curiosity.whitening.var.numpy()[0] + 1e-8)
+    for b, length in enumerate(batch["lengths"]):
+        for t in range(max(0, length - run.args.auxiliary_steps), length):
+            if batch["mask"][t, b]:
+                before, after = (torch.as_tensor(batch["obs"][s, b])[None] for s in (t, t + 1))
+                with torch.no_grad():
+                    both = torch.cat((curiosity.embedding(before), curiosity.embedding(after)), -1)
+                    logits = curiosity.inverse(both)[0].double().numpy()
+                    x = ((after[0].numpy() - curiosity.whitening.mean.numpy()[0]) / std).clip(-5, 5)
+                    x = torch.as_tensor(x)[None]
+                    error = (curiosity.rnd_predictor(x) - curiosity.rnd_target(x)).numpy()
+                action = batch["last_actions"][t + 1, b]
+                losses.append(np.log(np.exp(logits).sum()) - logits[action])
+                hits.append(logits.argmax() == action)
+                errors.append((error**2).mean())
+    return dict(inverse_loss=np.mean(losses), inverse_accuracy=np.mean(hits), rnd_loss=np.mean(errors))
+
+
+def expected_of_ngu(run: Run) -> dict[str, list]:
+    args, tags, completed = run.args, defaultdict(list), table_of_sequences(run)
+    infos, priorities, k, last = novelties(run), np.zeros(0), 0, 0
+    trained = np.cumsum([call.batch["mask"].sum().item() for call in run.losses])
+    for i in range(args.num_iterations):
+        for n in (n for at in completed[i * args.num_steps : (i + 1) * args.num_steps] for n in [len(at)]):
+            largest = priorities.max(initial=0) or 1.0
+            priorities = np.append(priorities, [largest] * n)
+        step = (i + 1) * args.num_envs * args.num_steps
+        for _ in range(args.updates_per_rollout if step >= args.learning_starts else 0):
+            priorities[run.notes.places[k]] = run.losses[k].priorities + 1e-6
+            k += 1
+        if (i + 1) % args.log_every and i + 1 < args.num_iterations:
+            continue
+        numbers = ngu_numbers(run, k - 1) | auxiliary_numbers(run, k - 1)
+        names = ("td_loss", "q", "target", "intrinsic_reward", "inverse_loss", "inverse_accuracy", "rnd_loss")
+        found = {f"losses/{name}": numbers[name] for name in names}
+        found["charts/SPS"] = step / seconds(step, k)
+        found["charts/replay_ratio"] = trained[k - 1] / step
+        found["replay/sequences"] = len(priorities)
+        for name, x in dict(mean=priorities.mean(), std=priorities.std(), max=priorities.max()).items():
+            found[f"replay/priority_{name}"] = x
+        since = infos[last : (i + 1) * args.num_steps]
+        found |= {f"curiosity/{name}": np.mean([info[name] for info in since]) for name in since[0]}
+        last = (i + 1) * args.num_steps
+        for tag, x in found.items():
+            tags[tag].append((step, x))
+    assert k == len(run.losses)
+    return tags
+
+
+EXPECTED = dict.fromkeys(SCRIPTS, expected_in_step) | {
+    "impala_vtrace": expected_of_impala,
+    "ppo_async": expected_of_async,
+    "ngu_r2d2": expected_of_ngu,
+}
+
+
+@functools.cache
+def expected(name: str) -> dict[str, list]:
+    run = logging_run(name)
+    return EXPECTED[name](run) | expected_episodes(run)
+
+
+@functools.cache
+def logged_tags(name: str) -> dict[str, list[str]]:
+    events = EventAccumulator(str(logging_run(name).run_dir), size_guidance={"scalars": 0, "histograms": 0})
+    return events.Reload().Tags()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_tag_is_expected_and_every_expected_tag_is_there(name):
+    assert set(logged_tags(name)["scalars"]) == set(expected(name))
+    assert logged_tags(name)["histograms"] == (["staleness/versions"] if name == "ppo_async" else [])
+    assert len({tag.split("/")[0] for tag in expected(name)}) >= 2
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_values(name):
+    """Each tag of the file, at each of its steps."""
+    for tag, points in expected(name).items():
+        found = scalars(logging_run(name).run_dir, tag)
+        assert [step for step, _ in found] == [step for step, _ in points], tag
+        wanted = np.array([x for _, x in points], np.float64)
+        tolerance = 1e-3 * max(1e-3, np.abs(wanted).max())
+        np.testing.assert_allclose([x for _, x in found], wanted, rtol=1e-3, atol=tolerance, err_msg=tag)
+
+
+def test_histogram_of_staleness():
+    """As many samples in each as were trained on."""
+    run = logging_run("ppo_async")
+    events = EventAccumulator(str(run.run_dir), size_guidance={"histograms": 0})
+    histograms = events.Reload().Histograms("staleness/versions")
+    assert len(histograms) == run.args.num_iterations
+    for i, (found, calls) in enumerate(zip(histograms, run.iterations(), strict=True)):
+        ages = np.concatenate([call.batch["staleness"].numpy() for call in calls])
+        assert found.step == (i + 1) * run.args.batch_size and found.histogram_value.num == len(ages)
+        assert found.histogram_value.sum == ages.sum() and found.histogram_value.max == ages.max()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_progress_bar(name):
+    """It shows the mean of the last 100 returns: of all, of each task, or of the policy without a bonus."""
+    run, done = logging_run(name), []
+    steps = {step: i for i, (step, _) in enumerate(expected(name)["charts/SPS"])}  # of logs
+    texts = list(run.bars)
+    for i, ended in enumerate(episodes(run)):
+        done, step = done + ended, (i + 1) * run.args.batch_size
+        if name == "impala_vtrace" and step not in steps:
+            continue
+        number, *words = texts.pop(0).removeprefix("return ").split(" ", 1)
+        mean = np.mean(shown_returns(run, done)[-100:] or np.nan)
+        np.testing.assert_allclose(float(number.rstrip(",")), mean, atol=0.051)
+        if "charts/learner_wait" in expected(name):
+            waits = [expected(name)[f"charts/{who}_wait"][steps[step]][1] for who in ("learner", "actor")]
+            if name == "impala_vtrace":
+                age = f"lag {expected(name)['charts/policy_lag'][steps[step]][1]:.1f}"
+            else:  # of what is dropped, too
+                versions = [version for version, _, _ in batches_in_turn(run)[i].taken]
+                age = f"staleness {i - np.mean(versions):.1f}"
+            assert words == [f"{age}, learner waits {waits[0]:.0%}, actor waits {waits[1]:.0%}"]
+        else:
+            assert words == (["with beta 0"] if name == "ngu_r2d2" else [])
+    assert not texts
+
+
+def shown_returns(run: Run, done: list[tuple[int, int, dict]]) -> list[float]:
+    """Returns of the episodes so far whose mean the progress bar shows."""
+    if run.script.SCRIPT == "ngu_r2d2":
+        policies = run.notes.policies
+        done = [x for x in done if policies[x[0] // run.args.num_envs - 1][x[1]] == 0]
+    returns = [(n, episode["episodic_return"]) for _, n, episode in done]
+    if run.script.SCRIPT == "impala_vtrace":
+        tasks = range(len(run.args.env_ids))
+        return [np.mean([x for n, x in returns if n // 2 == task]) for task in tasks]
+    return [x for _, x in returns]
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "ppo_atari"])
+def test_printed_evaluation(name, monkeypatch, capsys):
+    """Mean and deviation of the returns that the environments gave."""
+    run_dir = logging_run(name).run_dir
+    monkeypatch.setattr(Traced, "made", [])
+    monkeypatch.setattr(sys, "argv", ["x.py", "--evaluate", str(run_dir), "--eval-episodes", "3"])
+    runpy.run_path(ALL[name].__file__, run_name="__main__")
+    returns = [[e["episodic_return"] for _, e in ends(env)] for env in Traced.made]
+    together = np.concatenate(returns)
+    shown = capsys.readouterr().out.splitlines()
+    spread = f"{together.mean():.2f} +- {together.std():.2f}"
+    assert shown[-1] == f"return {spread} over {len(together)} episodes"
+    if name == "impala_vtrace":
+        for env_id, x, line in zip(("Traced-v0", "TracedTwin-v0"), returns, shown, strict=False):
+            assert line == f"{env_id}: return {np.mean(x):.2f} +- {np.std(x):.2f}"
