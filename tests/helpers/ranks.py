@@ -170,7 +170,7 @@ def note_curiosity(script, record: dict):
     def noted_loss(self, *arguments):
         if not record["auxiliary"]:
             record["curiosity_at_first"] = deepcopy(self)
-        record["auxiliary"].append((self.state_dict() | {}, deepcopy(arguments)))
+        record["auxiliary"].append(deepcopy((self.state_dict(), arguments)))
         return loss(self, *arguments)
 
     def noted_step(self, epsilon, rng):
