@@ -90,7 +90,9 @@ def twin_flags(script, processes: int) -> dict:
     flags = dict(num_envs=4)
     if script is ngu_r2d2:  # the first environment of one and of two explores alike
         flags = dict(num_envs=1, batch_sequences=2, replay_steps=800, learning_starts=20)
-        flags = {name: processes * x for name, x in flags.items()} | dict(target_every=2, embedding_every=3)
+        flags = {name: processes * x for name, x in flags.items()} | dict(
+            target_every=2, embedding_every=3, max_grad_norm=1e9
+        )
         return flags | dict(total_timesteps=processes * 16 * 5)
     if script in (impala_vtrace, ppo_async):
         flags |= dict(batch_unrolls=4)
@@ -102,6 +104,7 @@ def twin_flags(script, processes: int) -> dict:
         flags |= dict(env_id="CartPole-v1")
     if script is ppo_atari:
         flags |= dict(num_envs=processes, num_minibatches=1, total_timesteps=2 * 16 * processes)
+    flags |= dict(max_grad_norm=1e9)  # or a sum of gradients would go for a mean
     return flags if script is impala_vtrace else flags | dict(target_kl=1.5)
 
 
@@ -176,9 +179,9 @@ def flags_of(name: str, iterations: int) -> dict:
     if name == "ngu_r2d2":
         flags |= dict(num_steps=16, burn_in=2, unroll=8, period=8, batch_sequences=4, learning_starts=64)
         flags |= dict(replay_steps=800, hidden_size=8, embedding_every=7, target_every=3, memory_size=50)
-        flags |= dict(epsilon=0.9, num_policies=8, bonus="long-run-mean", max_grad_norm=0.05)
+        flags |= dict(epsilon=0.9, num_policies=8, bonus="long-run-mean")
     elif name in ("impala_vtrace", "ppo_async"):
-        flags |= dict(num_envs=8, num_steps=16, batch_unrolls=8, sync=True, max_grad_norm=0.5)
+        flags |= dict(num_envs=8, num_steps=16, batch_unrolls=8, sync=True)
     if name == "impala_vtrace":
         flags |= dict(lstm=True, replay_fraction=0.5)
     elif name == "ppo_async":
@@ -205,8 +208,11 @@ def parts(request, tmp_path_factory):
     more = kls_of(name), name == "ppo_async"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        first = side_by_side(recorded, name, flags_of(name, iterations), *more)
-        flags = flags_of(name, 2 * iterations) | dict(resume=str(first[0]["run_dir"]))
+        # At first no gradient is clipped, or a sum would go for a mean, and then each is.
+        first = side_by_side(recorded, name, flags_of(name, iterations) | dict(max_grad_norm=1e9), *more)
+        shutil.copy(first[0]["run_dir"] / "checkpoint.pt", "first.pt")
+        flags = flags_of(name, 2 * iterations)
+        flags |= dict(resume=str(first[0]["run_dir"]), max_grad_norm=0.01)
         return (SCRIPTS | OTHERS)[name], folder, first, side_by_side(recorded, name, flags, *more)
 
 
@@ -291,7 +297,7 @@ class RMSProp(torch.optim.Optimizer):
     def step(self):
         (group,) = self.param_groups
         for x in group["params"]:
-            square = self.state[x].setdefault("square", torch.ones_like(x))
+            square = self.state[x].setdefault("square_avg", torch.ones_like(x))
             square.copy_(group["decay"] * square + (1 - group["decay"]) * x.grad**2)
             x -= group["lr"] * x.grad / (square + group["eps"]).sqrt()
 
@@ -308,7 +314,16 @@ def assert_follows(found, expected):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
 
 
-def follow(script, *both):
+def assert_same_moments(state: dict, optimizer):
+    """In a checkpoint, and for one process: Adam's steps alone do not show the gradient's scale."""
+    moments = list(optimizer.state.values())
+    state = state["state"][0] if "state" in state else state
+    for name in {"exp_avg", "exp_avg_sq", "square_avg"} & set(state):
+        expected = torch.cat([x[name].flatten() for x in moments]).sort()[0]  # channels may be last
+        assert (state[name].sort()[0] - expected).norm() < 1e-3 * expected.norm(), name
+
+
+def follow(script, *both, folder=None):
     """One process that has the minibatches of both: its parameters before every update and at last."""
     agent, loss = deepcopy(both[0][0]["at_first"][0]), getattr(script, LOSSES[script.SCRIPT])
     optimizer = optimizer_of(script, agent, both[0][0]["args"])
@@ -328,6 +343,8 @@ def follow(script, *both):
             optimize(optimizer, losses, weights, args.max_grad_norm)
         found.append(ranks[0]["after"][0])
         expected.append(flat(agent))
+        if not done and folder:
+            assert_same_moments(torch.load(folder / "first.pt")["optimizer"], optimizer)
         done += len(per_iteration)
     return found, expected
 
@@ -343,17 +360,17 @@ def calls_of(script, args) -> list[int]:
 
 def test_auxiliary_detail_2_two_processes_do_what_one_does(parts):
     """PPO's gradients are averaged over both, or over all samples, IMPALA's are summed, before the clip."""
-    script, _, *both = parts
+    script, folder, *both = parts
     if script is ngu_r2d2:
         pytest.skip("has a test of its own")
-    assert_follows(*follow(script, *both))
+    assert_follows(*follow(script, *both, folder=folder))
     if script is ppo_async:
         assert {len(rank["losses"][0][2][0]["obs"]) for rank in both[0]} == {32, 8}
 
 
 def test_never_give_up_in_two_processes_does_what_one_does(parts):
     """Q network, target network and curiosity; each process has half of a batch and of the replay."""
-    script, _, *both = parts
+    script, folder, *both = parts
     if script is not ngu_r2d2:
         pytest.skip("of Never Give Up")
     first, args = both[0][0], both[0][0]["args"]
@@ -364,6 +381,7 @@ def test_never_give_up_in_two_processes_does_what_one_does(parts):
     auxiliary = torch.optim.Adam(trained, args.auxiliary_lr, eps=args.adam_eps)
     names = [name for name, x in curiosity.named_parameters() if x.requires_grad]
     for ranks in both:
+        args = ranks[0]["args"]
         calls = zip(*(rank["losses"] for rank in ranks), *(rank["auxiliary"] for rank in ranks), strict=True)
         for *call, (state, transitions), (other_state, others_transitions) in calls:
             for found, expected in zip(call[0][0], (flat(agent), flat(target)), strict=True):
@@ -382,6 +400,10 @@ def test_never_give_up_in_two_processes_does_what_one_does(parts):
             updates += 1
             if updates % args.target_every == 0:
                 target.load_state_dict(agent.state_dict())
+        if ranks is both[0]:
+            state = torch.load(folder / "first.pt")
+            assert_same_moments(state["optimizer"], optimizer)
+            assert_same_moments(state["auxiliary"], auxiliary)
     assert_follows(
         [first["losses"][0][0][0], both[1][0]["after"][0]], [flat(first["at_first"][0]), flat(agent)]
     )
