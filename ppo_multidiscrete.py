@@ -421,6 +421,9 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
+        # imported later, as by an optimizer, it would keep the group, whose threads may then abort the exit
+        from torch import _dynamo  # noqa: F401
+
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
         atexit.register(torch.distributed.destroy_process_group)
     torch.manual_seed(args.seed)

@@ -48,10 +48,13 @@ test_decoupled.py test_details_continuous.py::test_detail_3 test_details_lstm.py
 test_details_multidiscrete.py::test_detail_3 test_devices.py test_faults.py test_gpu.py
 test_impala.py::test_asynchronous test_impala.py::test_atari test_impala.py::test_mistakes
 test_impala.py::test_three_games test_learning.py::test_task_is_learned test_ngu.py::test_a_full_replay
-test_ngu.py::test_images test_processes.py test_readme.py::test_commands test_report.py test_research.py
-test_evaluation.py::test_evaluation_on test_evaluation.py::test_training_on
+test_ngu.py::test_images test_readme.py::test_commands test_report.py test_research.py
 test_speed.py test_tune.py test_verdict.py test_watch.py
-test_reference_ngu.py
+test_processes.py::test_auxiliary test_processes.py::test_both test_processes.py::test_env
+test_processes.py::test_first test_processes.py::test_impala test_processes.py::test_never
+test_processes.py::test_normal test_processes.py::test_optimizers test_processes.py::test_processes_draw
+test_processes.py::test_processes_log test_processes.py::test_stat test_processes.py::test_threads
+test_processes.py::test_torchrun test_processes.py::test_two
 """.split()
 
 
