@@ -142,6 +142,7 @@ def in_child(work, log, patience):
     if pid == 0:
         try:
             os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for stream, to in enumerate((os.open(os.devnull, os.O_RDONLY), out, out)):
                 os.dup2(to, stream)
@@ -237,8 +238,8 @@ class Tree:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else None
 
     def is_fresh(self, record):
-        files = json.loads(record.read_text())["files"] if record.exists() else {"": ""}
-        return all(self.digest(name) == digest for name, digest in files.items())
+        files = json.loads(record.read_text())["files"].items() if record.exists() else []
+        return bool(files) and all(self.digest(name) == digest for name, digest in files)
 
     def record_file(self, path, record, slow):
         def work(tell):
@@ -365,6 +366,7 @@ def main():
     parser.add_argument("--again", action="store_true", help="try survivors anew")
     parser.add_argument("--folder", type=Path, default=ROOT / "mutants", help="records and results")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes the copy, and ends what runs in it
     tree = Tree()
     for slow in (False, True)[: 1 + args.slow]:
         tree.record(args.folder / "recorded", slow)
