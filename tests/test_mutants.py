@@ -66,8 +66,18 @@ def test_each_mutant_has_one_change_of_the_algorithm():
         compile(mutant.source, "mutant", "exec")
         pairs = zip(SOURCE.split("\n"), mutant.source.split("\n"), strict=True)
         changed = [(number, b.strip()) for number, (a, b) in enumerate(pairs, 1) if a != b]
-        assert [number for number, _ in changed] == [mutant.line] and mutant.line in mutant.function
+        assert [number for number, _ in changed] == [mutant.line] and mutant.line in mutant.lines
         assert " ".join(changed[0][1].split()) == mutant.after
+
+
+def test_a_copy_gets_the_same_change():
+    source = "# === Agent ===\n\n\ndef f(x):\n    x += 1\n    x += 1\n\n\ndef g(x):\n    x += 1\n"
+    other = "def g(x):\n    x += 1\n\n\ndef f(y):\n    x += 1\n    x += 1\n"
+    second = next(x for x in mutations.mutants(source) if x.line == 6 and "-" in x.after)
+    assert mutations.in_copy(second, source, source) == second.source
+    assert mutations.in_copy(second, source, other) == other.removesuffix("x += 1\n") + "x -= 1\n"
+    alone = other.removesuffix("    x += 1\n")  # it does not have the line as often
+    assert mutations.in_copy(second, source, alone) == alone
 
 
 @pytest.mark.parametrize("word", ["end", "died", "hang"])

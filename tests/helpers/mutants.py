@@ -7,8 +7,9 @@
     python tests/helpers/mutants.py ppo.py --sample 60 --again     # survivors anew, as tests became better
 
 A mutant is a script with one change of its algorithm, such as `<` for `<=`, a keyword less, or a statement
-deleted (mutations.py). All happens in a temporary copy of the tree: files may be edited meanwhile, tests that
-start a script as a process meet the mutant, too, and several scripts may be tried beside each other.
+deleted (mutations.py). Other scripts that have the line in a function of that name get the change, too: else
+tests that compare two scripts would notice. All happens in a temporary copy of the tree: files may be edited
+meanwhile, several scripts may be tried at once, and tests that start processes meet the mutant, too.
 
 1. Each file of tests runs once under coverage: which lines of the scripts does each test run, and how long?
    (FOLDER/recorded/*.json; anew when it or a script that it runs has changed. Tests that fail are left out.)
@@ -192,6 +193,7 @@ class Tree:
         ]
         self.settings.write_text("\n    ".join(["\n".join(settings), *map(str, self.path.glob("*.py"))]))
         os.environ |= dict(PYTHONPATH=str(self.path), OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+        self.sources = {path.name: path.read_text() for path in self.path.glob("*.py")}
         self.import_packages()
 
     def import_packages(self):
@@ -258,23 +260,33 @@ class Tree:
         assert words == ["end"], self.log.read_text()
 
     def tests_of(self, script, mutant):
-        """Tests that run a mutant's line, the quickest first; if imports run it, those of its function."""
+        """Tests that run a mutant's line, the quickest first; if imports do, those of its function."""
         is_imported = mutant.first in self.imported.get(script, ())
-        lines = set(mutant.function if is_imported else range(mutant.first, mutant.line + 1))
+        lines = set(mutant.lines if is_imported else range(mutant.first, mutant.line + 1))
         return sorted(
             (x for x in self.tests if lines & set(self.tests[x]["lines"].get(script, ()))), key=self.cost
         )
 
     def cost(self, test):
-        """A key for sorting. Tests that share a fixture stay together: another file's test would end it."""
+        """A key for sorting. Tests that share a fixture stay together: a test of another file ends it."""
         x = self.tests[test]
         return (x["shared"], test.split("::")[0], x["seconds"]) if x["shared"] > 1 else (x["seconds"], "", 0)
 
-    def run(self, script, source, tests):
-        """Lets tests run with this source of a script: a status, and the test that killed."""
-        (self.path / script).write_text(source)
-        self.clock += 10  # by the time in whole seconds, Python tells whether its bytecode is old
-        os.utime(self.path / script, (self.clock, self.clock))
+    def write(self, sources):
+        """Scripts as they shall be; by the time in whole seconds, Python tells whether its bytecode is old."""
+        for name, source in sources.items():
+            if (self.path / name).read_text() != source:
+                self.clock += 10
+                (self.path / name).write_text(source)
+                os.utime(self.path / name, (self.clock, self.clock))
+
+    def run(self, tests, script=None, mutant=None):
+        """Lets tests run with a mutant of a script and of its copies: a status, and the test that killed."""
+        original = self.sources.get(script)
+        copies = (
+            {x: mutations.in_copy(mutant, original, y) for x, y in self.sources.items()} if mutant else {}
+        )
+        self.write(self.sources | copies | ({script: mutant.source} if mutant else {}))
 
         def work(tell):
             files = dict.fromkeys(test.split("::")[0] for test in tests)
@@ -298,7 +310,7 @@ def equivalents(script):
 
 def try_mutants(tree, script, mutants, args):
     """{key of a mutant: its row of SCRIPT.csv}; those that were not tried yet are tried."""
-    path, known, original = args.folder / f"{script}.csv", {}, (tree.path / script).read_text()
+    path, known = args.folder / f"{script}.csv", {}
     if path.exists():
         with path.open(newline="") as file:
             known = {(row["line"], row["before"], row["after"]): row for row in csv.DictReader(file)}
@@ -317,7 +329,7 @@ def try_mutants(tree, script, mutants, args):
                     continue
                 tests = [x for x in tree.tests_of(script, mutant) if x not in untrusted]
                 tests = [x for x in tests if tree.tests[x]["slow"] or not is_slow]  # the others have passed
-                status, test = tree.run(script, mutant.source, tests) if tests else ("survived", "")
+                status, test = tree.run(tests, script, mutant) if tests else ("survived", "")
                 row = dict(zip(COLUMNS, (*mutant.key, mutant.operator, status, test), strict=False))
                 row |= dict(tests=len(tests), slow="yes" if args.slow else "no")
                 done[mutant.key] = row | dict(seconds=round(time.monotonic() - start, 1))
@@ -327,7 +339,7 @@ def try_mutants(tree, script, mutants, args):
                 print(f"{number}/{len(mutants)} {place}: {status} {test}", flush=True)
             killers = {done[x.key]["test"] for x in mutants} & tree.tests.keys() - untrusted
             killers = sorted(killers or tree.tests, key=tree.cost)[: len(killers) or 1]
-            status, test = tree.run(script, original, killers)
+            status, test = tree.run(killers)
             is_checked = status == "survived"
             if not is_checked:
                 assert test in killers, tree.log.read_text()
@@ -374,7 +386,7 @@ def main():
         print("left out, as they fail:", *tree.failed, sep="\n    ")
     for name in args.scripts:
         script, _, functions = name.partition(":")
-        mutants = list(mutations.mutants((tree.path / script).read_text(), functions.split(",")))
+        mutants = list(mutations.mutants(tree.sources[script], functions.split(",")))
         random.Random(args.seed).shuffle(mutants)
         mutants, reasons = mutants[: args.sample], equivalents(script)
         rows = try_mutants(tree, script, [x for x in mutants if (x.before, x.after) not in reasons], args)

@@ -32,13 +32,22 @@ SYMMETRIC = set("min max minimum maximum isinstance gcd".split())  # their argum
 
 
 class Mutant(NamedTuple):
-    function: range  # lines of the function or class that is changed
+    function: str | None  # name of the function or class that is changed
+    lines: range  # its lines
     first: int  # line at which the changed statement begins
     line: int  # that of the change
     operator: str
-    before: str  # changed lines, with single spaces
-    after: str
+    old: str  # the changed lines
+    new: str
     source: str  # the whole script
+
+    @property
+    def before(self):
+        return " ".join(self.old.split())
+
+    @property
+    def after(self):
+        return " ".join(self.new.split())
 
     @property
     def key(self):
@@ -157,8 +166,26 @@ def mutants(source, names=("",)):
             if tree not in seen:
                 seen.add(tree)
                 left, right = text.rindex(b"\n", 0, start) + 1, text.index(b"\n", stop)
-                before, after = text[left:right], text[left:start] + new.encode() + text[stop:right]
-                mutated = (text[:left] + after + text[right:]).decode()
-                before, after = (" ".join(x.decode().split()) for x in (before, after))
-                where = range(statement.lineno, statement.end_lineno + 1), first
-                yield Mutant(*where, text.count(b"\n", 0, start) + 1, operator, before, after, mutated)
+                change = text[left:right], text[left:start] + new.encode() + text[stop:right]
+                change = *change, text[:left] + change[1] + text[right:]
+                whole = range(statement.lineno, statement.end_lineno + 1)
+                where = getattr(statement, "name", None), whole, first, text.count(b"\n", 0, start) + 1
+                yield Mutant(*where, operator, *(x.decode() for x in change))
+
+
+def in_copy(mutant, original, other):
+    """Another script with the same change, if its function of that name has the line as often."""
+    blocks = [x for x in ast.parse(other).body if getattr(x, "name", "") == mutant.function]
+    if not blocks:
+        return other
+    size, lines, own = mutant.old.count("\n") + 1, other.split("\n"), original.split("\n")
+
+    def places(lines, within):
+        return [n for n in within if "\n".join(lines[n : n + size]) == mutant.old]
+
+    here = places(own, range(mutant.lines.start - 1, mutant.lines.stop - 1))
+    there = places(lines, range(blocks[0].lineno - 1, blocks[0].end_lineno))
+    if len(here) == len(there):
+        at = there[here.index(mutant.line - 1)]
+        lines[at : at + size] = mutant.new.split("\n")
+    return "\n".join(lines)
