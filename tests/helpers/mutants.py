@@ -273,7 +273,7 @@ class Tree:
         return (x["shared"], test.split("::")[0], x["seconds"]) if x["shared"] > 1 else (x["seconds"], "", 0)
 
     def write(self, sources):
-        """Scripts as they shall be; by the time in whole seconds, Python tells whether its bytecode is old."""
+        """Writes scripts. By the time in whole seconds, Python tells whether its bytecode is old."""
         for name, source in sources.items():
             if (self.path / name).read_text() != source:
                 self.clock += 10
