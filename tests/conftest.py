@@ -55,6 +55,15 @@ test_processes.py::test_first test_processes.py::test_impala test_processes.py::
 test_processes.py::test_normal test_processes.py::test_optimizers test_processes.py::test_processes_draw
 test_processes.py::test_processes_log test_processes.py::test_stat test_processes.py::test_threads
 test_processes.py::test_torchrun test_processes.py::test_two
+test_lockstep.py::test_lockstep[ppo_atari
+test_lockstep.py::test_lockstep[ppo_lstm-game
+test_reference_decoupled.py
+test_reference_ngu.py
+test_evaluation.py::test_evaluation_on
+test_evaluation.py::test_training_on
+test_flags.py
+test_logged.py
+test_mutants.py
 """.split()
 
 
