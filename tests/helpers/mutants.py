@@ -261,11 +261,11 @@ class Tree:
 
     def tests_of(self, script, mutant):
         """Tests that run a mutant's line, the quickest first; if imports do, those of its function."""
-        is_imported = mutant.first in self.imported.get(script, ())
-        lines = set(mutant.lines if is_imported else range(mutant.first, mutant.line + 1))
-        return sorted(
-            (x for x in self.tests if lines & set(self.tests[x]["lines"].get(script, ()))), key=self.cost
-        )
+        lines, imported = set(range(mutant.first, mutant.line + 1)), set(self.imported.get(script, ()))
+        if mutant.first in imported:  # of what stands in no function, all tests of the script
+            lines = set(mutant.lines) - imported or set(range(self.sources[script].count("\n"))) - imported
+        tests = [x for x in self.tests if lines & set(self.tests[x]["lines"].get(script, ()))]
+        return sorted(tests, key=self.cost)
 
     def cost(self, test):
         """A key for sorting. Tests that share a fixture stay together: a test of another file ends it."""
