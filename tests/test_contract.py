@@ -540,6 +540,19 @@ def test_processes_that_read_different_checkpoints(name, monkeypatch, capsys):
     assert_one_line_error(end.value.code, capsys, "processes of torchrun read different checkpoints")
 
 
+@pytest.mark.parametrize("name", SCRIPTS | OTHERS)
+def test_an_iteration_that_float32_does_not_know_is_resumed(name):
+    """An odd number above 2**24: exact where processes compare and exchange it."""
+    script, iteration = (SCRIPTS | OTHERS)[name], 2**24 + 1
+    assert script.over_processes("MAX", iteration) == iteration
+    run_dir = script.train(small_args(script))
+    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    torch.save(state | dict(iteration=iteration), run_dir / "checkpoint.pt")
+    args = replace(script.load_checkpoint(run_dir)["args"], resume=str(run_dir))
+    script.train(replace(args, total_timesteps=(iteration + 1) * args.batch_size))
+    assert script.load_checkpoint(run_dir)["iteration"] == iteration + 1
+
+
 def test_a_number_that_is_summed_over_processes_stays_as_it_was(script, monkeypatch):
     """losses/approx_kl is logged after --target-kl has compared its sum."""
     monkeypatch.setattr(script, "WORLD_SIZE", 2)
