@@ -538,6 +538,7 @@ class Actor:
         self.args, self.env_id = args, env_id
         self.groups = [Group(env_id, args, args.group_size) for _ in range(2)]
         self.began = math.inf  # time at which its present unroll began
+        self.is_closed = False  # nobody takes its unrolls any more
         self.stream = torch.cuda.Stream() if args.device == "cuda" else None
 
     def reset(self, agent: Agent, seed: int):
@@ -559,6 +560,8 @@ class Actor:
                 data = both[k].data
                 if t > 0:
                     cut, episodes = group.receive()
+                    if self.is_closed:
+                        return both
                     both[k].episodes += [(t, episode) for episode in episodes]
                     for n, obs in cut.items() if self.args.bootstrap_truncated else ():
                         data["final_obs"][t, n] = obs
@@ -671,6 +674,9 @@ class Actors:
         return rates
 
     def close(self):
+        """Wait until each actor has ended the environment step that it is in."""
+        for actor in self.members:
+            actor.is_closed = True
         self.threads.shutdown(cancel_futures=True)
 
 

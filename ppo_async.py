@@ -436,6 +436,7 @@ class Actor:  # differs from impala_vtrace.py: values too, no memory
     def __init__(self, args: Args):
         self.args, self.groups = args, [Group(args, args.group_size) for _ in range(2)]
         self.began = math.inf  # time at which its present segments began
+        self.is_closed = False  # nobody takes its segments any more
         self.stream = torch.cuda.Stream() if args.device == "cuda" else None
 
     def reset(self, seed: int):
@@ -458,6 +459,8 @@ class Actor:  # differs from impala_vtrace.py: values too, no memory
                 data = segments.data
                 if t > 0:
                     cut, episodes = group.receive()
+                    if self.is_closed:
+                        return both
                     segments.episodes += [(t, episode) for episode in episodes]
                     data["rewards"][t - 1] = group.row["last_rewards"]
                     data["dones"][t - 1] = group.row["starts"]
@@ -568,6 +571,9 @@ class Actors:  # differs from impala_vtrace.py: one task, no LSTM
         return rates
 
     def close(self):
+        """Wait until each actor has ended the environment step that it is in."""
+        for actor in self.members:
+            actor.is_closed = True
         self.threads.shutdown(cancel_futures=True)
 
 
