@@ -31,6 +31,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
@@ -72,7 +73,7 @@ class Args:
     num_actors: int = 1  # threads of a process for each task, with two groups of environments each
     num_steps: int = 20  # steps per environment and rollout (T)
     sync: bool = False  # actors and learner in turn, in one thread
-    stall_seconds: int = 600  # an iteration that takes longer, or is suspended for longer, ends the run
+    stall_seconds: int = 0  # end a run if an iteration, or a step of --evaluate, takes longer; 0: never
 
     # V-trace
     gamma: float = 0.99  # discount factor
@@ -143,7 +144,7 @@ class Args:
         """Checks the values. tyro reports a ValueError as it reports a wrong flag."""
         for field in fields(self):
             name, x = field.name, getattr(self, field.name)
-            least = 1 if field.type is int and name != "seed" else 0
+            least = 1 if field.type is int and name not in ("seed", "stall_seconds") else 0
             if type(x) in (int, float) and not least <= x < np.inf:
                 raise ValueError(f"{name} cannot be {x}")
         groups, rest = self.num_groups, self.num_envs % self.num_groups
@@ -153,6 +154,7 @@ class Args:
             "give --resume or --evaluate, not both": not (self.resume and self.evaluate),
             "--capture-video records the episodes of --evaluate": self.evaluate or not self.capture_video,
             "max_grad_norm must be above 0": self.max_grad_norm > 0,
+            "stall_seconds must be below 2**22": self.stall_seconds < 2**22,  # 48 days: Windows' limit
             "seed + steps must be below 2**31": self.seed + self.total_timesteps + self.num_envs < 2**31,
             "gamma and vtrace_lambda must be at most 1": max(self.gamma, self.vtrace_lambda) <= 1,
             "--env-id needs at least one id": all(self.env_ids),
@@ -538,6 +540,7 @@ class Actor:
         self.args, self.env_id = args, env_id
         self.groups = [Group(env_id, args, args.group_size) for _ in range(2)]
         self.began = math.inf  # time at which its present unroll began
+        self.is_closed = False  # nobody takes its unrolls any more
         self.stream = torch.cuda.Stream() if args.device == "cuda" else None
 
     def reset(self, agent: Agent, seed: int):
@@ -559,6 +562,8 @@ class Actor:
                 data = both[k].data
                 if t > 0:
                     cut, episodes = group.receive()
+                    if self.is_closed:
+                        return both
                     both[k].episodes += [(t, episode) for episode in episodes]
                     for n, obs in cut.items() if self.args.bootstrap_truncated else ():
                         data["final_obs"][t, n] = obs
@@ -671,6 +676,9 @@ class Actors:
         return rates
 
     def close(self):
+        """Wait until each actor has ended the environment step that it is in."""
+        for actor in self.members:
+            actor.is_closed = True
         self.threads.shutdown(cancel_futures=True)
 
 
@@ -721,11 +729,25 @@ def side_by_side(unrolls: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 # === Training ================================================================================
 
 
+@contextmanager
+def stall_timer():
+    """Cancels the timer when train() or evaluate() ends, also by an exception, so that a notebook goes on."""
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def set_stall_timer(args: Args):
+    """Unless it is called again within --stall-seconds, the process shows where it hangs, and ends."""
+    if args.stall_seconds:
+        faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
+
+
+@stall_timer()
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
     # differs from ppo.py: learn() has the loop; here the actors begin and end
     """Trains; returns the run folder. With a signal's number in stop, saves and exits after an iteration."""
-    # Unless this timer is set anew in time, the process shows where it hangs, and ends.
-    faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
@@ -741,8 +763,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     try:
         return learn(args, actors, stop)
     finally:
-        actors.close()
-        faulthandler.cancel_dump_traceback_later()  # not earlier, as an actor may hang
+        actors.close()  # the timer still runs, as an actor may hang
 
 
 @torch.no_grad()  # except in update()
@@ -771,6 +792,8 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
     first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
     if RANK == 0:
         writer, bar = start_logging(args, run_dir, first_step)
+    over_processes("MAX", 0)  # all wait while Weights & Biases asks the first for a login
+    set_stall_timer(args)
 
     @torch.enable_grad()
     def update(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -796,7 +819,7 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
     for iteration in range(first_iteration, args.num_iterations):
         # No more time for an actor that hangs: the process ends and shows where, though other actors go on.
         if time.monotonic() - min(actor.began for actor in actors.members) < args.stall_seconds:
-            faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
+            set_stall_timer(args)
         # Each iteration has a seed of its own, so no random state is saved. Python salts no hash of integers.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         frac = 1 - iteration / args.num_iterations
@@ -886,7 +909,7 @@ def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
 
 def over_processes(operation: str, x: float | Tensor) -> float:
     """SUM or MAX of a number over the processes of torchrun."""
-    x = torch.tensor(float(x))
+    x = torch.tensor(float(x), dtype=torch.float64)  # float32 counts to 2**24
     if WORLD_SIZE > 1:
         torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, operation))
     return x.item()
@@ -905,6 +928,7 @@ def average_with_neighbor(flat: Tensor):
 # === Evaluation ==============================================================================
 
 
+@stall_timer()
 @torch.no_grad()
 def evaluate(args: Args) -> list[float]:
     # differs from ppo.py: recurrent, with a camera for Atari, task by task
@@ -914,6 +938,7 @@ def evaluate(args: Args) -> list[float]:
     all_returns = []
     for env_id in args.env_ids:
         group, returns = Group(env_id, args, 1, video_dir), []
+        set_stall_timer(args)
         group.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # no seed of training
         agent = Agent(group.envs, args).to(args.device)
         load_checkpoint(args.evaluate, dict(agent=agent))
@@ -921,6 +946,7 @@ def evaluate(args: Args) -> list[float]:
             torch.set_num_threads(1)  # the networks are small: a second thread only costs
         state = agent.initial_state(1)
         while len(returns) < args.eval_episodes:
+            set_stall_timer(args)
             dist, _, state = agent(tensors(group.row, args), state)
             group.send(dist.sample()[0].cpu().numpy())
             _, episodes = group.receive()
@@ -1024,6 +1050,8 @@ def parse_args() -> Args:
 
 if __name__ == "__main__":
     args, stop = parse_args(), []
+    if args.stall_seconds and RANK == 0:
+        print(f"--stall-seconds {args.stall_seconds}: a longer iteration ends with Timeout!", file=sys.stderr)
 
     def finish(signum: int, _):
         """The first signal ends the run after its iteration, and a second Ctrl-C at once."""

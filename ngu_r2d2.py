@@ -71,7 +71,7 @@ class Args:
     num_envs: int = 16  # parallel environments, divided among torchrun's processes
     num_steps: int = 4  # steps per environment and rollout (T)
     epsilon: float = 0.4  # share of random actions of the first environment; the last has its 8th power
-    stall_seconds: int = 600  # an iteration that takes longer, or is suspended for longer, ends the run
+    stall_seconds: int = 0  # end a run if an iteration, or a step of --evaluate, takes longer; 0: never
     eval_epsilon: float = 0.01  # share of random actions in --evaluate, and of Retrace's target policy
     bootstrap_truncated: bool = True  # at a time limit, add gamma * value to the reward
 
@@ -154,7 +154,7 @@ class Args:
         """Checks the values. tyro reports a ValueError as it reports a wrong flag."""
         for field in fields(self):
             name, x = field.name, getattr(self, field.name)
-            least = 1 if field.type is int and name not in ("seed", "burn_in") else 0
+            least = 1 if field.type is int and name not in ("seed", "stall_seconds", "burn_in") else 0
             if type(x) in (int, float) and not least <= x < np.inf:
                 raise ValueError(f"{name} cannot be {x}")
         shares = ("epsilon", "eval_epsilon", "cross_mixture", "priority_eta", "retrace_lambda")
@@ -164,6 +164,7 @@ class Args:
             "give --resume or --evaluate, not both": not (self.resume and self.evaluate),
             "--capture-video records the episodes of --evaluate": self.evaluate or not self.capture_video,
             "max_grad_norm must be above 0": self.max_grad_norm > 0,
+            "stall_seconds must be below 2**22": self.stall_seconds < 2**22,  # 48 days: Windows' limit
             "seed + steps must be below 2**31": self.seed + self.total_timesteps + self.num_envs < 2**31,
             "gamma_max and gamma_min must be below 1": max(self.gamma_max, self.gamma_min) < 1,
             f"{', '.join(shares)} must be at most 1": max(getattr(self, name) for name in shares) <= 1,
@@ -902,11 +903,17 @@ class Actor:  # differs from impala_vtrace.py: one group, epsilon-greedy, with n
 
 @contextmanager
 def stall_timer():
-    """Cancels faulthandler's timer when train() ends, also by an exception, so that a notebook goes on."""
+    """Cancels the timer when train() or evaluate() ends, also by an exception, so that a notebook goes on."""
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def set_stall_timer(args: Args):
+    """Unless it is called again within --stall-seconds, the process shows where it hangs, and ends."""
+    if args.stall_seconds:
+        faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
 
 
 @stall_timer()
@@ -914,8 +921,6 @@ def stall_timer():
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
     # differs from ppo.py: a replay between acting and updates, two networks and a curiosity
     """Trains; returns the run folder. With a signal's number in stop, saves and exits after an iteration."""
-    # Unless this timer is set anew in time, the process shows where it hangs, and ends.
-    faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
@@ -960,6 +965,10 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         optimizer.param_groups[0] |= dict(lr=args.learning_rate, eps=args.adam_eps)  # flags may change them
         auxiliary.param_groups[0] |= dict(lr=args.auxiliary_lr, eps=args.adam_eps)
     first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
+    if RANK == 0:
+        writer, bar = start_logging(args, run_dir, first_step)
+    over_processes("MAX", 0)  # all wait while Weights & Biases asks the first for a login
+    set_stall_timer(args)
     seed = args.seed + first_step + RANK * N  # a resumed run begins new episodes
     actor = Actor(args, envs, agent, curiosity, seed)
     replay = Replay(args, actor.row)
@@ -968,7 +977,6 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         if args.resume and RANK == 0 and "replay" in checkpoint:  # it may begin to be saved
             load_checkpoint(args.resume, dict(replay=replay))
     if RANK == 0:
-        writer, bar = start_logging(args, run_dir, first_step)
         print(f"replay: {replay.size * N} steps, {replay.num_bytes / 1e6:.0f} MB", file=sys.stderr)
 
     def step_by(optimizer: torch.optim.Optimizer, loss: Tensor):
@@ -996,7 +1004,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
 
     seen, trained_steps = [], 0  # what to log of novelty; steps in all batches
     for iteration in range(first_iteration, args.num_iterations):
-        faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
+        set_stall_timer(args)
         # Each iteration has a seed of its own, so no random state is saved. Python salts no hash of integers.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         rng = np.random.default_rng((args.seed, iteration, RANK))
@@ -1089,7 +1097,7 @@ def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
 
 def over_processes(operation: str, x: float | Tensor) -> float:
     """SUM or MAX of a number over the processes of torchrun."""
-    x = torch.tensor(float(x))
+    x = torch.tensor(float(x), dtype=torch.float64)  # float32 counts to 2**24
     if WORLD_SIZE > 1:
         torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, operation))
     return x.item()
@@ -1098,6 +1106,7 @@ def over_processes(operation: str, x: float | Tensor) -> float:
 # === Evaluation ==============================================================================
 
 
+@stall_timer()
 @torch.no_grad()
 def evaluate(args: Args) -> list[float]:
     # differs from ppo.py: recurrent, of the first policy, with the novelty that the network wants to see
@@ -1107,9 +1116,11 @@ def evaluate(args: Args) -> list[float]:
     load_checkpoint(args.evaluate, dict(agent=agent, curiosity=curiosity))
     curiosity.eval()  # its statistics stay as they are
     seed = args.seed + args.total_timesteps + args.num_envs  # no seed of training
+    set_stall_timer(args)
     actor = Actor(replace(args, num_policies=1), envs, agent, curiosity, seed)
     rng, returns = np.random.default_rng(seed), []
     while len(returns) < args.eval_episodes:
+        set_stall_timer(args)
         _, episodes, _ = actor.step(np.full(1, args.eval_epsilon), rng)
         returns += [episode["charts/episodic_return"] for episode in episodes]
     envs.close()
@@ -1214,6 +1225,8 @@ def parse_args() -> Args:
 
 if __name__ == "__main__":
     args, stop = parse_args(), []
+    if args.stall_seconds and RANK == 0:
+        print(f"--stall-seconds {args.stall_seconds}: a longer iteration ends with Timeout!", file=sys.stderr)
 
     def finish(signum: int, _):
         """The first signal ends the run after its iteration, and a second Ctrl-C at once."""

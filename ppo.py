@@ -57,7 +57,7 @@ class Args:
     # rollout
     num_envs: int = 4  # parallel environments, divided among torchrun's processes
     num_steps: int = 128  # steps per environment and rollout (T)
-    stall_seconds: int = 600  # an iteration that takes longer, or is suspended for longer, ends the run
+    stall_seconds: int = 0  # end a run if an iteration, or a step of --evaluate, takes longer; 0: never
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # GAE: 0 is the one-step advantage, 1 is Monte Carlo
     bootstrap_truncated: bool = False  # at a time limit, add gamma * value to the reward
@@ -100,7 +100,7 @@ class Args:
         """Checks the values. tyro reports a ValueError as it reports a wrong flag."""
         for field in fields(self):
             name, x = field.name, getattr(self, field.name)
-            least = 1 if field.type is int and name != "seed" else 0
+            least = 1 if field.type is int and name not in ("seed", "stall_seconds") else 0
             if type(x) in (int, float) and not least <= x < np.inf:
                 raise ValueError(f"{name} cannot be {x}")
         minibatch_size, rest = divmod(self.batch_size // WORLD_SIZE, self.num_minibatches)
@@ -108,6 +108,7 @@ class Args:
             "give --resume or --evaluate, not both": not (self.resume and self.evaluate),
             "--capture-video records the episodes of --evaluate": self.evaluate or not self.capture_video,
             "max_grad_norm must be above 0": self.max_grad_norm > 0,
+            "stall_seconds must be below 2**22": self.stall_seconds < 2**22,  # 48 days: Windows' limit
             "seed + steps must be below 2**31": self.seed + self.total_timesteps + self.num_envs < 2**31,
             "gamma and gae_lambda must be at most 1": max(self.gamma, self.gae_lambda) <= 1,
             "total_timesteps must be at least num_envs * num_steps": self.num_iterations >= 1,
@@ -264,19 +265,23 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args:
 
 @contextmanager
 def stall_timer():
-    """Cancels faulthandler's timer when train() ends, also by an exception, so that a notebook goes on."""
+    """Cancels the timer when train() or evaluate() ends, also by an exception, so that a notebook goes on."""
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
+def set_stall_timer(args: Args):
+    """Unless it is called again within --stall-seconds, the process shows where it hangs, and ends."""
+    if args.stall_seconds:
+        faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
+
+
 @stall_timer()
 @torch.no_grad()  # except in update()
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
     """Trains; returns the run folder. With a signal's number in stop, saves and exits after an iteration."""
-    # Unless this timer is set anew in time, the process shows where it hangs, and ends.
-    faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
@@ -312,6 +317,8 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
     if RANK == 0:
         writer, bar = start_logging(args, run_dir, first_step)
+    over_processes("MAX", 0)  # all wait while Weights & Biases asks the first for a login
+    set_stall_timer(args)
 
     @torch.enable_grad()
     def update(batch: dict[str, Tensor], clip: Tensor) -> dict[str, Tensor]:
@@ -337,7 +344,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     rewards, dones = np.zeros((2, T, N), np.float32)
     next_obs, _ = envs.reset(seed=args.seed + first_step + RANK * N)  # resumed runs begin new episodes
     for iteration in range(first_iteration, args.num_iterations):
-        faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
+        set_stall_timer(args)
         # Each iteration has a seed of its own, so no random state is saved. Python salts no hash of integers.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         frac = 1 - iteration / args.num_iterations
@@ -426,7 +433,7 @@ def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
 
 def over_processes(operation: str, x: float | Tensor) -> float:
     """SUM or MAX of a number over the processes of torchrun."""
-    x = torch.tensor(float(x))
+    x = torch.tensor(float(x), dtype=torch.float64)  # float32 counts to 2**24
     if WORLD_SIZE > 1:
         torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, operation))
     return x.item()
@@ -435,6 +442,7 @@ def over_processes(operation: str, x: float | Tensor) -> float:
 # === Evaluation ==============================================================================
 
 
+@stall_timer()
 @torch.no_grad()
 def evaluate(args: Args) -> list[float]:
     """Returns of full episodes of a run's agent, which samples its actions as in training."""
@@ -442,8 +450,10 @@ def evaluate(args: Args) -> list[float]:
     envs = make_env(args, 1, Path(args.evaluate) / "videos" if args.capture_video else None)
     agent, returns = Agent(envs).to(args.device), []
     load_checkpoint(args.evaluate, dict(agent=agent))
+    set_stall_timer(args)
     obs, _ = envs.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # no seed of training
     while len(returns) < args.eval_episodes:
+        set_stall_timer(args)
         action = agent(torch.as_tensor(obs, device=args.device))[0].sample()
         obs, _, _, _, info = envs.step(action.cpu().numpy())
         returns += [episode["charts/episodic_return"] for episode in ended_episodes(info)]
@@ -542,6 +552,8 @@ def parse_args() -> Args:
 
 if __name__ == "__main__":
     args, stop = parse_args(), []
+    if args.stall_seconds and RANK == 0:
+        print(f"--stall-seconds {args.stall_seconds}: a longer iteration ends with Timeout!", file=sys.stderr)
 
     def finish(signum: int, _):
         """The first signal ends the run after its iteration, and a second Ctrl-C at once."""

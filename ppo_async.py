@@ -32,6 +32,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
@@ -76,7 +77,7 @@ class Args:
     gae_on_learner: bool = False  # advantages by the optimizer's values instead of the workers'
     bootstrap_truncated: bool = False  # at a time limit, add gamma * value to the reward
     sync: bool = False  # actors and learner in turn, in one thread
-    stall_seconds: int = 600  # an iteration that takes longer, or is suspended for longer, ends the run
+    stall_seconds: int = 0  # end a run if an iteration, or a step of --evaluate, takes longer; 0: never
 
     # staleness
     sample_reuse: float = 1.0  # passes over each sample; below 1, a random share is left out
@@ -133,7 +134,7 @@ class Args:
         """Checks the values. tyro reports a ValueError as it reports a wrong flag."""
         for field in fields(self):
             name, x = field.name, getattr(self, field.name)
-            may_be_0 = ("seed", "max_staleness", "artificial_delay")
+            may_be_0 = ("seed", "stall_seconds", "max_staleness", "artificial_delay")
             least = 0 if field.type in (float, float | None) or name in may_be_0 else 1
             if type(x) in (int, float) and not least <= x < np.inf:
                 raise ValueError(f"{name} cannot be {x}")
@@ -145,6 +146,7 @@ class Args:
             "give --resume or --evaluate, not both": not (self.resume and self.evaluate),
             "--capture-video records the episodes of --evaluate": self.evaluate or not self.capture_video,
             "max_grad_norm must be above 0": self.max_grad_norm > 0,
+            "stall_seconds must be below 2**22": self.stall_seconds < 2**22,  # 48 days: Windows' limit
             "seed + steps must be below 2**31": self.seed + self.total_timesteps + self.num_envs < 2**31,
             "gamma and gae_lambda must be at most 1": max(self.gamma, self.gae_lambda) <= 1,
             "a minibatch must hold more than one step": self.num_steps * share >= 2 * self.num_minibatches,
@@ -436,6 +438,7 @@ class Actor:  # differs from impala_vtrace.py: values too, no memory
     def __init__(self, args: Args):
         self.args, self.groups = args, [Group(args, args.group_size) for _ in range(2)]
         self.began = math.inf  # time at which its present segments began
+        self.is_closed = False  # nobody takes its segments any more
         self.stream = torch.cuda.Stream() if args.device == "cuda" else None
 
     def reset(self, seed: int):
@@ -458,6 +461,8 @@ class Actor:  # differs from impala_vtrace.py: values too, no memory
                 data = segments.data
                 if t > 0:
                     cut, episodes = group.receive()
+                    if self.is_closed:
+                        return both
                     segments.episodes += [(t, episode) for episode in episodes]
                     data["rewards"][t - 1] = group.row["last_rewards"]
                     data["dones"][t - 1] = group.row["starts"]
@@ -568,6 +573,9 @@ class Actors:  # differs from impala_vtrace.py: one task, no LSTM
         return rates
 
     def close(self):
+        """Wait until each actor has ended the environment step that it is in."""
+        for actor in self.members:
+            actor.is_closed = True
         self.threads.shutdown(cancel_futures=True)
 
 
@@ -604,11 +612,25 @@ def collect(actors: Actors) -> tuple[dict[str, np.ndarray], list]:
 # === Training ================================================================================
 
 
+@contextmanager
+def stall_timer():
+    """Cancels the timer when train() or evaluate() ends, also by an exception, so that a notebook goes on."""
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def set_stall_timer(args: Args):
+    """Unless it is called again within --stall-seconds, the process shows where it hangs, and ends."""
+    if args.stall_seconds:
+        faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
+
+
+@stall_timer()
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
     # differs from ppo.py: learn() has the loop; here the actors begin and end
     """Trains; returns the run folder. With a signal's number in stop, saves and exits after an iteration."""
-    # Unless this timer is set anew in time, the process shows where it hangs, and ends.
-    faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
@@ -624,8 +646,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     try:
         return learn(args, actors, stop)
     finally:
-        actors.close()
-        faulthandler.cancel_dump_traceback_later()  # not earlier, as an actor may hang
+        actors.close()  # the timer still runs, as an actor may hang
 
 
 @torch.no_grad()  # except in update()
@@ -657,6 +678,8 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
     first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
     if RANK == 0:
         writer, bar = start_logging(args, run_dir, first_step)
+    over_processes("MAX", 0)  # all wait while Weights & Biases asks the first for a login
+    set_stall_timer(args)
 
     @torch.enable_grad()
     def update(batch: dict[str, Tensor], clip: Tensor) -> dict[str, Tensor]:
@@ -681,12 +704,12 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
     actors.start(agent, version, args.seed + first_step + RANK * args.num_envs // WORLD_SIZE)
     held = deque()
     for _ in range(args.artificial_delay):
-        faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
+        set_stall_timer(args)
         held.append(collect(actors))
     for iteration in range(first_iteration, args.num_iterations):
         # No more time for an actor that hangs: the process ends and shows where, though other actors go on.
         if time.monotonic() - min(actor.began for actor in actors.members) < args.stall_seconds:
-            faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
+            set_stall_timer(args)
         # Each iteration has a seed of its own, so no random state is saved. Python salts no hash of integers.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         frac = 1 - version / args.num_iterations  # only an update is progress
@@ -804,7 +827,7 @@ def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
 
 def over_processes(operation: str, x: float | Tensor) -> float:
     """SUM or MAX of a number over the processes of torchrun."""
-    x = torch.tensor(float(x))
+    x = torch.tensor(float(x), dtype=torch.float64)  # float32 counts to 2**24
     if WORLD_SIZE > 1:
         torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, operation))
     return x.item()
@@ -813,6 +836,7 @@ def over_processes(operation: str, x: float | Tensor) -> float:
 # === Evaluation ==============================================================================
 
 
+@stall_timer()
 @torch.no_grad()
 def evaluate(args: Args) -> list[float]:
     # differs from ppo.py: a group of one environment
@@ -820,12 +844,14 @@ def evaluate(args: Args) -> list[float]:
     torch.manual_seed(args.seed)
     video_dir = Path(args.evaluate) / "videos" if args.capture_video else None
     group, returns = Group(args, 1, video_dir), []
+    set_stall_timer(args)
     group.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # no seed of training
     agent = Agent(group.envs, args).to(args.device)
     load_checkpoint(args.evaluate, dict(agent=agent))
     if group.row["obs"].ndim == 2:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
     while len(returns) < args.eval_episodes:
+        set_stall_timer(args)
         dist, _ = agent(torch.as_tensor(group.row["obs"], device=args.device))
         group.send(dist.sample().cpu().numpy())
         _, episodes = group.receive()
@@ -926,6 +952,8 @@ def parse_args() -> Args:
 
 if __name__ == "__main__":
     args, stop = parse_args(), []
+    if args.stall_seconds and RANK == 0:
+        print(f"--stall-seconds {args.stall_seconds}: a longer iteration ends with Timeout!", file=sys.stderr)
 
     def finish(signum: int, _):
         """The first signal ends the run after its iteration, and a second Ctrl-C at once."""

@@ -50,7 +50,7 @@ from benchmark.cli import fail, write_file  # noqa: E402
 from benchmark.export import export  # noqa: E402
 from benchmark.suites import SUITES, Row  # noqa: E402
 
-# the scripts' default, written out: cores may be shared with others, where an iteration takes its time
+# nobody sees an unattended run hang; cores may be shared with others, where an iteration takes its time
 PATIENCE = ("--stall-seconds", "600")
 PACKAGES = ("torch", "numpy", "gymnasium", "ale-py", "mujoco", "minigrid", "gym-microrts")
 COLUMNS = (

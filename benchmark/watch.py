@@ -48,6 +48,7 @@ class Args:
     episodes: int = 10  # full episodes of an evaluation
     poll: float = 5.0  # seconds between looks for a new checkpoint
     once: bool = False  # evaluate the newest checkpoint and end
+    stall_seconds: int = 0  # end if a step of an evaluation takes longer; 0: never
     script: Path | None = None  # the run's script, where it is neither in this folder nor in the repository
 
 
@@ -114,6 +115,7 @@ class Watcher:
             copy.mkdir(exist_ok=True)
             self.write(f"eval/{step}/checkpoint.pt", checkpoint)
             args = replace(args, evaluate=str(copy), eval_episodes=self.args.episodes, device="cpu")
+            args = replace(args, stall_seconds=self.args.stall_seconds)  # for the lowest priority
             returns = script.evaluate(args)
             mean, std = float(np.mean(returns)), float(np.std(returns))
             row = dict(
@@ -174,6 +176,10 @@ def main():
     torch.set_num_threads(1)
     if args.episodes < 1 or not args.poll > 0:
         fail("episodes and poll must be above 0")
+    if not 0 <= args.stall_seconds < 2**22:
+        fail("stall_seconds must be from 0 to 2**22 - 1")
+    if args.stall_seconds:
+        print(f"--stall-seconds {args.stall_seconds}: a longer step ends with Timeout!", file=sys.stderr)
     if not args.run.is_dir():
         fail(f"there is no folder {args.run}")
     path, seen, finished = args.run / "checkpoint.pt", None, False

@@ -11,11 +11,14 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import gymnasium as gym
 import numpy as np
 import probes
 import pytest
 import torch
+from ale_py.vector_env import AtariVectorEnv
 from conftest import OTHERS, SCRIPTS, aligned_args, games, one_line, scalars, small_args, wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -84,6 +87,8 @@ MISTAKES = [
     ("--total-timesteps 50", "total_timesteps must be at least"),
     ("--gamma-max 1", "gamma_max and gamma_min must be below 1"),
     ("--max-grad-norm 0", "max_grad_norm must be above 0"),
+    ("--stall-seconds -1", "stall_seconds cannot be -1"),
+    ("--stall-seconds 99999999999", "stall_seconds must be below"),
     ("--kernel-eps 0", "kernel_eps must be above 0"),
     ("--neighbors 200 --kernel-eps 1", "kernel_eps is so large that nothing is novel"),
     ("--period 61", "period must be at most unroll"),
@@ -397,7 +402,7 @@ def parameters_of(run_dir):
 def test_after_an_exception_a_notebook_goes_on(name, monkeypatch):
     """No timer ends the process that has caught it, and a run may be resumed while the exception is kept."""
     script, timer = (SCRIPTS | OTHERS)[name], []
-    args = small_args(script, save_every=1)
+    args = small_args(script, save_every=1, stall_seconds=9)
     args.total_timesteps = 3 * args.batch_size
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: timer.append("set"))
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: timer.append("cancelled"))
@@ -413,6 +418,39 @@ def test_after_an_exception_a_notebook_goes_on(name, monkeypatch):
     script.train(resumed(script, run_dir))
     assert [step for step, _ in scalars(run_dir, "charts/SPS")] == [n * args.batch_size for n in (1, 2, 3)]
     assert timer[-1] == "cancelled" and kept.traceback
+
+
+WORK = [(gym.vector.SyncVectorEnv, "reset"), (gym.vector.SyncVectorEnv, "step"), (AtariVectorEnv, "reset")]
+WORK += [(AtariVectorEnv, "recv")]
+
+
+@pytest.mark.parametrize("stall_seconds", [0, 9])
+@pytest.mark.parametrize("name", SCRIPTS | OTHERS)
+def test_stall_timer_runs_if_asked_for_while_environments_work(name, stall_seconds, monkeypatch):
+    """It is set anew in each iteration and each step of an evaluation, and not at W&B's login prompt."""
+    script, timer, steps, at_login = (SCRIPTS | OTHERS)[name], [0], [], []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda x, **_: timer.append(x))
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: timer.append(0))
+    for envs, method in WORK:
+        original = getattr(envs, method)
+
+        def spy(*args, original=original, **kwargs):
+            steps.append(len(timer))
+            assert timer[-1] == stall_seconds
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(envs, method, spy)
+    wandb = SimpleNamespace(init=lambda **_: at_login.append(timer[-1]), Error=OSError)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    env_id = QUICK.get(script, "CartPole-v1")
+    args = small_args(script, env_id=env_id, track=True, stall_seconds=stall_seconds)
+    run_dir = script.train(args)
+    assert at_login == [0] and timer[-1] == 0
+    assert len(set(steps)) >= 1 + args.num_iterations if stall_seconds else set(timer) == {0}
+    steps.clear()
+    script.evaluate(replace(args, evaluate=str(run_dir), eval_episodes=1))
+    times = len(set(steps)) / len(steps)  # below 1 in games, where a lost life takes more steps at once
+    assert timer[-1] == 0 and (times > 0.8 if stall_seconds else set(timer) == {0})
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-3])
@@ -538,6 +576,19 @@ def test_processes_that_read_different_checkpoints(name, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         script.train(replace(script.load_checkpoint(run_dir)["args"], resume=str(run_dir)))
     assert_one_line_error(end.value.code, capsys, "processes of torchrun read different checkpoints")
+
+
+@pytest.mark.parametrize("name", SCRIPTS | OTHERS)
+def test_an_iteration_that_float32_does_not_know_is_resumed(name):
+    """An odd number above 2**24: exact where processes compare and exchange it."""
+    script, iteration = (SCRIPTS | OTHERS)[name], 2**24 + 1
+    assert script.over_processes("MAX", iteration) == iteration
+    run_dir = script.train(small_args(script))
+    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    torch.save(state | dict(iteration=iteration), run_dir / "checkpoint.pt")
+    args = replace(script.load_checkpoint(run_dir)["args"], resume=str(run_dir))
+    script.train(replace(args, total_timesteps=(iteration + 1) * args.batch_size))
+    assert script.load_checkpoint(run_dir)["iteration"] == iteration + 1
 
 
 def test_a_number_that_is_summed_over_processes_stays_as_it_was(script, monkeypatch):

@@ -68,6 +68,13 @@ def test_environment_that_hangs_is_shown_and_ends_the_run(script, flags):
     assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"] > 0
 
 
+def test_the_end_waits_for_a_step_and_not_for_an_unroll(script):
+    """When the learner has saved its last checkpoint, the actors are at unrolls of 2 s that nobody takes."""
+    run_dir = script.train(small(script, env_id="Slow-v0", num_envs=2, num_steps=10, total_timesteps=20 * 2))
+    assert time.time() - (run_dir / "checkpoint.pt").stat().st_mtime < 1
+    assert not actors_alive()
+
+
 def test_actor_that_is_killed_ends_the_run(script, monkeypatch):
     """Whatever ends a thread, SystemExit too."""
     with pytest.raises(SystemExit, match="from within"):

@@ -440,7 +440,7 @@ def minibatch_of_one_step(script):
 
 UNHARMED = 0, r"(?s)\A(?!.*Warning)"
 NOT_FINITE = 1, r"(?m)^iteration [2-6]: not finite: \{.*\}; last good checkpoint: \S+, of iteration [1-5]$"
-STALLS = 1, r'(?s)Timeout \(0:00:02\)!.*probes.py", line \d+ in '
+STALLS = 1, r'(?s)--stall-seconds 2: .*Timeout \(0:00:02\)!.*probes.py", line \d+ in '
 ENDS = {  # exit code and words
     "raises": (1, "(?s)Traceback.*probes.py.*ZeroDivisionError: the environment's own mistake"),
     "hangs": STALLS,
@@ -487,9 +487,19 @@ def environment(fault, script, **more):
         assert fault != "never-ends" or not scalars(run_dir, "charts/episodic_return")
 
 
+@fault
+def hangs_in_evaluation(script):
+    ended = run(script, *flags(script, "Hang"))
+    assert ended.code == 0, ended.err
+    (run_dir,) = Path("runs").iterdir()
+    ended = run(script, "--evaluate", run_dir, "--eval-episodes", 100, "--stall-seconds", 2)
+    assert ended.code == STALLS[0] and re.search(STALLS[1], ended.err), ended.err
+
+
 FAULTS |= {name: partial(environment, name) for name in ENDS}
 FAULTS["nan-before-learning"] = partial(environment, "nan-observations", learning_starts=200)
 ONLY = {"nan-before-learning": ["ngu_r2d2"]}  # the others learn from the first rollout
+ONLY |= {"hangs-in-evaluation": ["ppo"]}  # that all set the timer: test_contract.py
 ONLY |= {"wandb-unreachable": ["ppo"]}  # its functions are the same in all, word for word: test_sync.py
 ONLY |= {"torn-checkpoint": ["ppo_shared"], "foreign-checkpoint": ["ppo_shared"]}
 CELLS = [(fault, name) for fault in FAULTS for name in ONLY.get(fault, ALL)]

@@ -34,8 +34,6 @@ PARENT = dict(ppo_shared="ppo", ppo_atari="ppo", ppo_continuous="ppo")
 PARENT |= dict(ppo_lstm="ppo_atari", ppo_multidiscrete="ppo_continuous")
 # against the parent: docstrings, and definitions that one lacks, not counted
 CHANGED_LINES = dict(ppo_shared=20, ppo_atari=95, ppo_continuous=80, ppo_lstm=150, ppo_multidiscrete=150)
-LINES = dict(ppo=558, ppo_shared=555, ppo_atari=704, ppo_continuous=639, ppo_lstm=773, ppo_multidiscrete=704)
-LINES |= dict(impala_vtrace=1040, ppo_async=942, ngu_r2d2=1230)
 MORE_SECTIONS = dict(impala_vtrace=["Actors", "Replay"], ppo_async=["Actors"])  # after the algorithm
 MORE_SECTIONS |= dict(ngu_r2d2=["Curiosity", "Replay"])
 
@@ -290,7 +288,6 @@ def test_header_agrees_with_pyproject(script):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_house_style(script):
     source = SCRIPTS[script]
-    assert len(source.splitlines()) <= LINES[script]
     assert max(map(len, source.splitlines())) <= 110
     sections = re.findall(r"^# === (.+?) =+$", source, re.MULTILINE)
     expected = [

@@ -1,6 +1,7 @@
 """benchmark/watch.py: the newest checkpoint, each once, the best byte for byte, the training left alone."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from benchmark import watch
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = """
+import faulthandler
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +31,11 @@ class Args:
     device: str = "cuda"
     evaluate: str | None = None
     eval_episodes: int = 10
+    stall_seconds: int = 1
 
 def evaluate(args):
+    if args.stall_seconds:
+        faulthandler.dump_traceback_later(args.stall_seconds, exit=True)
     assert args.device == "cpu"
     path = Path(args.evaluate, "checkpoint.pt")
     path.with_name("started").touch()
@@ -211,6 +216,16 @@ def test_signals_end_it_at_once(run):
     assert sorted(os.listdir(run)) == ["checkpoint.pt", "eval"]
 
 
+def test_a_hanging_evaluation_is_shown_and_ends_it(run):
+    """By watch.py's own flag. The training's is too short for the lowest priority, or there is none."""
+    Path("hold").touch()
+    save(run, 1, 5.0, args=dict(stall_seconds=999))
+    watcher = start(run, "--stall-seconds", 2)
+    _, err = watcher.communicate(timeout=600)
+    assert watcher.returncode == 1 and re.search(r"(?s)--stall-seconds 2: .*Timeout .*in evaluate", err), err
+    assert not (run / "eval.csv").exists()
+
+
 def test_mistakes(run, monkeypatch, capsys):
     def mistake(words, *flags):
         assert_one_line_error(once(*flags, monkeypatch=monkeypatch), capsys, words)
@@ -219,6 +234,7 @@ def test_mistakes(run, monkeypatch, capsys):
     mistake("there is no runs/NAME/checkpoint.pt yet", run)
     mistake("must be above 0", run, "--episodes", 0)
     mistake("must be above 0", run, "--poll", 0)
+    mistake("stall_seconds must be from 0", run, "--stall-seconds", -1)
     watcher = watch.Watcher(watch.Args(run))
     mistake("runs/NAME has a watcher", run)
     watcher.lock.close()

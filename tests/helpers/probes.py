@@ -319,6 +319,14 @@ class Hang(Aligned):
         return 0.0
 
 
+class Slow(Aligned):
+    """A step takes 0.1 s."""
+
+    def reward(self, action):
+        time.sleep(0.1)
+        return 0.0
+
+
 class Exit(Aligned):
     def reward(self, action):
         if self.t == 10:
@@ -397,6 +405,7 @@ PROBES = (
     NanReward,
     Crash,
     Hang,
+    Slow,
     Exit,
     Reports,
     ReportsBox,
