@@ -401,6 +401,9 @@ def by_their_names(state: dict[str, torch.Tensor], names: dict[str, str]) -> dic
 @pytest.fixture(autouse=True)
 def double(monkeypatch):
     """Whoever asks for float32 gets float64, in the scripts as in SB3."""
+    import torch._dynamo  # noqa: F401  Adam would import it now, and its tables of types outlive this test
+
+    np.testing.assert_allclose(0, 0)  # likewise, it imports numpy.testing
     monkeypatch.setattr(torch, "float32", torch.float64)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     monkeypatch.setattr(np, "float32", np.float64)
