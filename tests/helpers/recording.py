@@ -4,6 +4,7 @@ Every observation names its environment and its place there, so whoever sees one
 learner's Agent writes down what it reads in each gradient step, and all copies of it which weights acted.
 """
 
+import ale_py
 import gymnasium as gym
 import numpy as np
 import torch
@@ -81,6 +82,13 @@ gym.register("Wander-v0", Wander, disable_env_checker=True)
 gym.register("Wild-v0", Wander, disable_env_checker=True, kwargs=dict(scale=6.0))
 gym.register("Blind-v0", Wander, disable_env_checker=True, kwargs=dict(blind=True))
 gym.register("WanderImage-v0", WanderImage, disable_env_checker=True)
+gym.register_envs(ale_py)
+breakout = gym.spec(
+    "BreakoutNoFrameskip-v4"
+).kwargs  # a life lasts about 20 steps; a time limit cuts after 30
+gym.register(
+    "ShortBreakout-v0", "ale_py.env:AtariEnv", kwargs=breakout | dict(max_num_frames_per_episode=120)
+)
 
 
 class Game:
@@ -93,12 +101,15 @@ class Game:
         self.games = []  # (last step, score, length in frames)
         Wander.everyone.append(self)
 
-    def begin(self, frames, lives, count):
-        self.clock, self.lives, self.count = self.clock + 1, lives, count
+    def named(self, frames):
+        self.clock += 1
         frames[-1, 0, :3] = self.number, self.clock // 256, self.clock % 256
-        self.now = frames.copy()
+        return frames.copy()
 
-    def step(self, action, frames, reward, terminated, truncated, lives, count):
+    def begin(self, frames, lives, count):
+        self.now, self.lives, self.count = self.named(frames), lives, count
+
+    def step(self, action, last, frames, reward, terminated, truncated, lives, count):
         self.obs.append(self.now)
         self.actors.append(Wander.seen[name_of(self.now)])
         self.total += reward
@@ -111,7 +122,7 @@ class Game:
         self.rewards.append(float(reward))
         self.terminated.append(bool(terminated or lives < self.lives))
         self.truncated.append(bool(truncated))
-        self.last_obs.append(None)  # no game of a test is long enough to be cut
+        self.last_obs.append(self.named(last) if truncated else None)
         self.begin(frames, lives, count)
 
 
@@ -139,8 +150,12 @@ def recorded_games(make_env):
             obs, rewards, terminated, truncated, info = recv()
             obs, actions = obs.copy(), sent.pop()
             rewards = rewards - 2 * (info["lives"] < [game.lives for game in games])  # more than is clipped
-            after = info["lives"].copy(), info["episode_frame_number"].copy()
-            for game, *step in zip(games, actions, obs, rewards, terminated, truncated, *after, strict=True):
+            last = info["final_obs"] = np.copy(info.get("final_obs", obs))
+            steps = zip(
+                actions, last, obs, rewards, terminated, truncated,
+                info["lives"].copy(), info["episode_frame_number"].copy(), strict=True,
+            )  # fmt: skip
+            for game, step in zip(games, steps, strict=True):
                 game.step(*step)
             return obs, rewards, terminated, truncated, info
 
@@ -181,7 +196,7 @@ class Record:
         self.traces = Wander.everyone = []
         Wander.seen.clear()
         monkeypatch.setattr(script, "Agent", self.recorded(script.Agent))
-        if "NoFrameskip" in args.env_id:
+        if args.env_id == "ShortBreakout-v0":
             monkeypatch.setattr(script, "make_env", recorded_games(script.make_env))
         for name in calls:
             monkeypatch.setattr(script, name, self.spied(getattr(script, name), self.calls[name]))
