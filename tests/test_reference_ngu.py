@@ -148,7 +148,7 @@ def recorded(monkeypatch):
 # === Comparing ===
 
 
-def close(ours, theirs, what, tolerance=1e-3):
+def close(ours, theirs, what, tolerance=1e-4):
     """To a share of the largest number."""
     ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     assert ours.shape == theirs.shape, what
@@ -157,7 +157,7 @@ def close(ours, theirs, what, tolerance=1e-3):
     )
 
 
-def all_close(ours, theirs, what, tolerance=1e-3):
+def all_close(ours, theirs, what, tolerance=1e-4):
     assert ours.keys() == theirs.keys(), what
     for name in ours:
         close(ours[name], theirs[name], f"{what}: {name}", tolerance)
@@ -263,6 +263,7 @@ class Comparison:
                 policy = self.policies(following)[n] if following else 0
                 if following and not is_evaluation:
                     drawn.append((policy, range(self.args.num_policies)))
+                    self.chances.add("policy as before", policy == episode.policy, 1 / self.args.num_policies)
                 ref.begin(n, step.obs[n], policy)
         self.chances.add_choices("policy", drawn)
         ref.forget()
@@ -359,7 +360,7 @@ class Comparison:
         assert self.next == len(self.events), "more happened than the reference has"
         self.check_chances()
         # A unit whose input is 0 but for rounding may have a gradient in float32 alone.
-        assert sum(most > 1e-3 for most in self.apart) <= 1 + 0.01 * len(self.apart), self.apart
+        assert sum(most > 1e-4 for most in self.apart) <= 1 + 0.01 * len(self.apart), self.apart
 
     def evaluate(self, record, returns, episodes, epsilon):
         """Episodes of policy 0 alone, by what training left, with frozen statistics and new memories."""
