@@ -174,6 +174,15 @@ def apart(ours, theirs, what):
     return most
 
 
+def stepped(optimizer, weights, theirs):
+    """Weights of the script after a step, changed as ours. Going on with them, rounding does not add up."""
+    ours = dict(weights)
+    optimizer.step(ours, theirs.gradients)
+    changes = [{name: x - weights[name] for name, x in after.items()} for after in (ours, theirs.weights)]
+    all_close(*changes, "changes of weights", 1e-3)
+    return theirs.weights
+
+
 class Chances:
     """Counts of what happened by chance, beside their expectations and variances."""
 
@@ -302,17 +311,13 @@ class Comparison:
             close(ours, q[: len(ours), b], "online action values of a batch")
             close(of_target, target.q[: len(ours), b], "target action values of a batch")
         self.apart.append(apart(gradients, learn.gradients, "agent"))
-        ref.optimizer.step(ref.weights, learn.gradients)
-        all_close(ref.weights, learn.weights, "weights", 1e-5)
-        ref.weights = learn.weights  # so that rounding does not add up
+        ref.weights = stepped(ref.optimizer, ref.weights, learn)
         if ref.curiosity and (args.train_embedding or args.rnd):
             auxiliary = self.take("auxiliary")
             gradients, more = ref.auxiliary_update(places)
             self.apart.append(apart(gradients, auxiliary.gradients, "curiosity"))
             weights = {name: ref.curiosity.weights[name] for name in gradients}
-            ref.auxiliary.step(weights, auxiliary.gradients)
-            all_close(weights, auxiliary.weights, "weights of curiosity", 1e-5)
-            ref.curiosity.weights |= auxiliary.weights
+            ref.curiosity.weights |= stepped(ref.auxiliary, weights, auxiliary)
             logged |= more
         ref.after_update()
         return logged, trained
