@@ -205,7 +205,7 @@ def parts(request, tmp_path_factory):
     """A script, and what each of two processes did in a run, and when they went on with it."""
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
     iterations = 20 if name == "ngu_r2d2" else 2
-    more = kls_of(name), name == "ppo_async"
+    more = kls_of(name), 5 if name == "ppo_async" else None  # of 8: one keeps 4 segments, the other 1
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         # At first no gradient is clipped, or a sum would go for a mean, and then each is.
@@ -486,13 +486,15 @@ def test_optimizers_drop_the_same_batches(tmp_path):
     # every other iteration has what the version before it made
     assert len(first["losses"]) == len(second["losses"]) == 3 * 6
     assert torch.equal(first["after"][0], second["after"][0])
+    ranks = side_by_side(recorded, "ppo_async", flags_of("ppo_async", 2), None, 4)
+    assert not any(rank["losses"] for rank in ranks)  # as one has nothing to train on
 
 
 def test_optimizers_that_keep_unequal_numbers_make_as_many_updates(tmp_path):
     """32 and 128 samples, of which a share of 0.8 goes into 8 minibatches: chunks would be 7 and 8."""
     flags = flags_of("ppo_async", 5) | dict(num_steps=32, num_minibatches=8, sample_reuse=0.8, target_kl=None)
     flags |= dict(total_timesteps=5 * 8 * 32)
-    ranks = side_by_side(recorded, "ppo_async", flags, None, True)
+    ranks = side_by_side(recorded, "ppo_async", flags, None, 5)
     assert_follows(*follow(ppo_async, ranks))
 
 
