@@ -181,7 +181,7 @@ def flags_of(name: str, iterations: int) -> dict:
         flags |= dict(replay_steps=800, hidden_size=8, embedding_every=7, target_every=3, memory_size=50)
         flags |= dict(epsilon=0.9, num_policies=8, bonus="long-run-mean")
     elif name in ("impala_vtrace", "ppo_async"):
-        flags |= dict(num_envs=8, num_steps=16, batch_unrolls=8, sync=True)
+        flags |= dict(num_envs=8, num_actors=2, num_steps=16, batch_unrolls=8, sync=True)
     if name == "impala_vtrace":
         flags |= dict(lstm=True, replay_fraction=0.5)
     elif name == "ppo_async":
@@ -255,7 +255,7 @@ def test_processes_draw_for_themselves(parts):
     """Actions of the first rollouts, orders of minibatches, what comes from a replay, first policies."""
     script, _, *both = parts
     for ranks in both:
-        x, y = (np.stack([step[0] for step in rank["steps"][:16]]).ravel() for rank in ranks)
+        x, y = (np.stack([step[0] for step in rank["steps"][:64]]).ravel() for rank in ranks)
         assert abs(np.corrcoef(x, y)[0, 1]) < 0.6
         for name in ("permutations", "draws"):
             drawn = [list(map(str, rank[name])) for rank in ranks]
@@ -459,7 +459,7 @@ def test_normalization_is_by_the_observations_and_returns_of_all(parts):
 
 def test_impala_learners_that_average_now_and_then(tmp_path):
     """--sync-every 2: each learns alone, its unrolls counted twice; after updates 2 and 4 they meet."""
-    flags = flags_of("impala_vtrace", 4) | dict(sync_every=2, max_grad_norm=5)
+    flags = flags_of("impala_vtrace", 4) | dict(sync_every=2, max_grad_norm=1e9)
     ranks = side_by_side(recorded, "impala_vtrace", flags)
     args = ranks[0]["args"]
     agents = [deepcopy(rank["at_first"][0]) for rank in ranks]
