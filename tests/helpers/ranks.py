@@ -63,13 +63,14 @@ def one_rank(folder: str, environment: dict, function, name: str, arguments: tup
     atexit._run_exitfuncs()  # which multiprocessing leaves out
 
 
-def recorded(script, flags: dict, kls: list | None = None, age: bool = False) -> dict:
+def recorded(script, flags: dict, kls: list | None = None, old_from: int | None = None) -> dict:
     """Trains. Returns what the process did, on the way and at its end.
 
     losses: of each call of the loss, the parameters of its networks and its other arguments. resets: seeds of
     environments. steps: actions, raw observations, rewards and ends. permutations and draws: what
     torch.randperm gave, and states of generators that drew from a replay. kls: what the loss is to report as
-    approx_kl, by call and rank. age: of 8 segments, those of environments 5, 6 and 7 are 100 versions older.
+    approx_kl, by call and rank. old_from: segments of this environment and of those after it are 100 versions
+    older.
     """
     names = ("losses", "resets", "steps", "permutations", "draws", "auxiliary", "looks", "errors", "ladder")
     record = {name: [] for name in names}
@@ -86,11 +87,11 @@ def recorded(script, flags: dict, kls: list | None = None, age: bool = False) ->
         script.Replay.sample = note_draws(record, script.Replay.sample)
     if script.SCRIPT == "ngu_r2d2":
         note_curiosity(script, record)
-    if age:
-        script.collect = partial(aged, script, script.collect)
+    if old_from is not None:
+        script.collect = partial(aged, script, script.collect, old_from)
     record["args"] = script.Args(**flags)
     record["run_dir"] = script.train(record["args"])
-    record["after"] = [flat(x) for x in record.pop("networks")]
+    record["after"] = [flat(x) for x in record.pop("networks", [])]
     return record
 
 
@@ -180,8 +181,8 @@ def note_curiosity(script, record: dict):
     script.Curiosity.forward, script.Curiosity.loss, script.Actor.step = noted_forward, noted_loss, noted_step
 
 
-def aged(script, collect, actors):
+def aged(script, collect, old_from: int, actors):
     data, episodes = collect(actors)
     size = data["versions"].shape[1]
     environment = script.RANK * size + np.arange(size)
-    return data | dict(versions=data["versions"] - 100 * (environment >= 5)), episodes
+    return data | dict(versions=data["versions"] - 100 * (environment >= old_from)), episodes
