@@ -49,6 +49,7 @@ test_impala.py::test_asynchronous test_impala.py::test_atari test_impala.py::tes
 test_impala.py::test_three_games test_learning.py::test_task_is_learned test_ngu.py::test_a_full_replay
 test_ngu.py::test_images test_processes.py test_readme.py::test_commands test_report.py test_research.py
 test_speed.py test_tune.py test_verdict.py test_watch.py
+test_flags.py::test_flag[
 """.split()
 
 
