@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import OTHERS, SCRIPTS, one_line
-from laws import check
+from laws import check, ppo_numbers
 from traced import SMALL, Games, Run, Traced, hook_environments, record
 
 ALL = SCRIPTS | OTHERS
@@ -33,7 +33,7 @@ COMMON = dict(
     num_envs=("environments", dict(num_envs=4), {}),
     num_steps=("actions", dict(num_steps=4), {}),
     stall_seconds=("timers", dict(stall_seconds=7), {}),
-    gamma=("batch", dict(gamma=0.6), {}),
+    gamma=("batch", dict(gamma=0.6), dict(bootstrap_truncated=True)),
     learning_rate=("update", dict(learning_rate=0.003), {}),
     anneal_lr=("run", dict(anneal_lr=False), {}),
     max_grad_norm=("update", dict(max_grad_norm=0.03), {}),
@@ -105,7 +105,6 @@ FLAGS = {
     ),
     "impala_vtrace": COMMON
     | dict(
-        gamma=("update", dict(gamma=0.6), {}),
         num_envs=("environments", dict(num_envs=4, batch_unrolls=4), {}),
         num_actors=("actions", dict(num_actors=2), dict(num_envs=8, batch_unrolls=8, num_steps=4)),
         sync="test_sync",
@@ -304,10 +303,30 @@ def test_halves(monkeypatch):
     record(script, num_envs=4, halves=False, total_timesteps=16)
     assert calls == [("send", (0, 1, 2, 3)), ("recv", (0, 1, 2, 3))] * 4
     calls.clear()
-    record(script, num_envs=4, halves=True, total_timesteps=16)
+    run = record(script, num_envs=4, halves=True, total_timesteps=16)
     first, second = (0, 1), (2, 3)
     turns = [("recv", first), ("send", first), ("recv", second), ("send", second)]
     assert calls == [("send", first), ("send", second), *turns * 3, ("recv", first), ("recv", second)]
+    ends = [4 * (t - 1) + 2 * (n // 2 + 1) for t in range(1, 5) for n in range(4) if is_over(run, n, t)]
+    assert [step for tag, _, step in run.logged if tag == "charts/episodic_return"] == ends
+
+
+def is_over(run: Run, n: int, t: int) -> bool:
+    """Whether the t-th step of the n-th environment, counted from 1, ended an episode."""
+    return any(run.environments[n].steps[t - 1][-2:])
+
+
+@pytest.mark.parametrize("name", [name for name in FLAGS if "target_kl" in FLAGS[name]])
+def test_target_kl_is_compared_with_the_last_minibatch(name):
+    """Below the divergence of the first pass, by a percent, the passes end there; above it they go on."""
+    batch_size = SMALL[name]["num_envs"] * SMALL[name]["num_steps"]
+    flags = dict(total_timesteps=batch_size) | (dict(sample_reuse=2.0) if name == "ppo_async" else {})
+    run = record(ALL[name], **flags)
+    passes, size = len(run.losses) // run.args.num_minibatches, run.args.num_minibatches
+    reached = ppo_numbers(run, size - 1)["approx_kl"]
+    assert reached > 1e-5 and passes == 2
+    assert len(record(ALL[name], target_kl=0.99 * reached, **flags).losses) == size
+    assert len(record(ALL[name], target_kl=1.01 * reached, **flags).losses) == 2 * size
 
 
 def test_sync_every(monkeypatch):

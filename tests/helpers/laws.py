@@ -26,9 +26,8 @@ def as_seen(obs: np.ndarray) -> np.ndarray:
 def trace(run) -> dict[str, np.ndarray]:
     """What all environments saw, were told and answered, side by side (S, N, ...)."""
     names = ("obs", "actions", "rewards", "final_obs", "terminated", "truncated")
-    steps = zip(*(env.steps for env in run.environments), strict=False)  # those that all of them have made
-    columns = zip(*(zip(*step, strict=True) for step in steps), strict=True)
-    seen = {name: np.array(column) for name, column in zip(names, columns, strict=True)}
+    steps = list(zip(*(env.steps for env in run.environments), strict=False))  # those that all have made
+    seen = {name: np.array([[env[k] for env in step] for step in steps]) for k, name in enumerate(names)}
     for name in ("obs", "final_obs"):
         seen[name] = as_seen(seen[name])
     return seen | dict(dones=seen["terminated"] | seen["truncated"])
