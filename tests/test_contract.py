@@ -424,13 +424,17 @@ WORK = [(gym.vector.SyncVectorEnv, "reset"), (gym.vector.SyncVectorEnv, "step"),
 WORK += [(AtariVectorEnv, "recv")]
 
 
-@pytest.mark.parametrize("stall_seconds", [0, 9])
+@pytest.mark.parametrize("flags", [{}, dict(stall_seconds=9)], ids=["default", "9"])
 @pytest.mark.parametrize("name", SCRIPTS | OTHERS)
-def test_stall_timer_runs_if_asked_for_while_environments_work(name, stall_seconds, monkeypatch):
-    """It is set anew in each iteration and each step of an evaluation, and not at W&B's login prompt."""
-    script, timer, steps, at_login = (SCRIPTS | OTHERS)[name], [0], [], []
+def test_stall_timer_runs_if_asked_for_while_environments_work(name, flags, monkeypatch):
+    """It is set anew in each iteration and each step of an evaluation, and not while W&B asks for a login.
+
+    The other processes of torchrun wait without it, too: they meet before it is set.
+    """
+    script, stall_seconds = (SCRIPTS | OTHERS)[name], flags.get("stall_seconds")
+    timer, steps, set_up, meet = [None], [], [], script.over_processes
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda x, **_: timer.append(x))
-    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: timer.append(0))
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: timer.append(None))
     for envs, method in WORK:
         original = getattr(envs, method)
 
@@ -440,17 +444,18 @@ def test_stall_timer_runs_if_asked_for_while_environments_work(name, stall_secon
             return original(*args, **kwargs)
 
         monkeypatch.setattr(envs, method, spy)
-    wandb = SimpleNamespace(init=lambda **_: at_login.append(timer[-1]), Error=OSError)
+    wandb = SimpleNamespace(init=lambda **_: set_up.append(("login", timer[-1])), Error=OSError)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(script, "over_processes", lambda *x: set_up.append(("meet", timer[-1])) or meet(*x))
     env_id = QUICK.get(script, "CartPole-v1")
-    args = small_args(script, env_id=env_id, track=True, stall_seconds=stall_seconds)
+    args = small_args(script, env_id=env_id, track=True, **flags)
     run_dir = script.train(args)
-    assert at_login == [0] and timer[-1] == 0
-    assert len(set(steps)) >= 1 + args.num_iterations if stall_seconds else set(timer) == {0}
+    assert set_up[:2] == [("login", None), ("meet", None)] and timer[-1] is None
+    assert len(set(steps)) >= 1 + args.num_iterations if stall_seconds else set(timer) == {None}
     steps.clear()
     script.evaluate(replace(args, evaluate=str(run_dir), eval_episodes=1))
     times = len(set(steps)) / len(steps)  # below 1 in games, where a lost life takes more steps at once
-    assert timer[-1] == 0 and (times > 0.8 if stall_seconds else set(timer) == {0})
+    assert timer[-1] is None and (times > 0.8 if stall_seconds else set(timer) == {None})
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-3])

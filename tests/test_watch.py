@@ -221,7 +221,7 @@ def test_a_hanging_evaluation_is_shown_and_ends_it(run):
     Path("hold").touch()
     save(run, 1, 5.0, args=dict(stall_seconds=999))
     watcher = start(run, "--stall-seconds", 2)
-    _, err = watcher.communicate(timeout=600)
+    _, err = watcher.communicate(timeout=100)
     assert watcher.returncode == 1 and re.search(r"(?s)--stall-seconds 2: .*Timeout .*in evaluate", err), err
     assert not (run / "eval.csv").exists()
 
