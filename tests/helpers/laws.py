@@ -90,6 +90,11 @@ def taken(run, actions: np.ndarray) -> np.ndarray:
     return actions
 
 
+def law_of_timer(run):
+    """Whatever sets the timer of stalls gives it as many seconds as were asked for."""
+    assert set(run.timers) == {run.args.stall_seconds}
+
+
 def law_of_environments(run):
     """As many as asked for, of the right task; seeds count up, and later episodes have none."""
     assert [env.unwrapped.spec.id for env in run.environments] == [run.args.env_id] * run.args.num_envs
@@ -467,6 +472,22 @@ def law_of_ngu(run):
         assert_close(call.priorities, numbers["priorities"], "priorities", 1e-3)
 
 
+def law_of_sequences(run):
+    """Which steps are trained on, and what the last reward of an episode that is not zero counts."""
+    args = run.args
+    for call in run.losses:
+        batch = {name: x.numpy() for name, x in call.batch.items()}
+        assert batch["r_ext"].shape == (args.burn_in + args.unroll + 1, args.batch_sequences)
+        for b, length in enumerate(batch["lengths"]):
+            first = 0 if batch["starts"][0, b] else args.burn_in
+            trained = [first <= t < length for t in range(args.burn_in + args.unroll)]
+            np.testing.assert_array_equal(batch["mask"][:, b], trained)
+            rewards, found = batch["r_ext"][:, b].copy(), batch["r_ext"][:, b].nonzero()[0]
+            if len(found) and batch["ends"][:, b].any():
+                rewards[found[-1]] *= args.last_reward_weight
+            assert_close(batch["rewards"][:, b], rewards, "rewards")
+
+
 def law_of_exploration(run):
     """Shares of random actions, from epsilon to its 8th power, give the probabilities of actions."""
     args, num_actions = run.args, 3
@@ -484,10 +505,10 @@ LAWS = {
     **dict.fromkeys(("ppo_continuous", "ppo_multidiscrete"), PPO_IN_STEP),
     "ppo_async": PPO_IN_STEP,
     "impala_vtrace": (law_of_environments, law_of_unrolls, law_of_impala, law_of_rmsprop),
-    "ngu_r2d2": (law_of_environments, law_of_ngu, law_of_adam, law_of_exploration),
+    "ngu_r2d2": (law_of_environments, law_of_sequences, law_of_ngu, law_of_adam, law_of_exploration),
 }
 
 
 def check(run):
-    for law in LAWS[run.script.SCRIPT]:
+    for law in (law_of_timer, *LAWS[run.script.SCRIPT]):
         law(run)
