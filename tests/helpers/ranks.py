@@ -25,7 +25,7 @@ LOSSES |= dict(ppo_multidiscrete="ppo_loss", ppo_async="ppo_loss", impala_vtrace
 LOSSES |= dict(ngu_r2d2="q_loss")
 
 
-def side_by_side(function, name: str, *arguments, seconds: float = 120) -> list:
+def side_by_side(function, name: str, *arguments, seconds: float = 60) -> list:
     """function(script, *arguments) in each of two processes, as torchrun would start them; their results.
 
     The store in which they find each other is here, as torchrun's is in its agent: it takes a free port
