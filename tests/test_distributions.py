@@ -10,9 +10,8 @@ import ppo_continuous
 import ppo_multidiscrete
 
 ALL = SCRIPTS | OTHERS
-PROBABILITIES = np.array(
-    [[0.6, 0.25, 0.1, 0.05], [0.01, 0.09, 0.2, 0.7]]
-)  # with two actions, signs do not show
+# four actions, as a wrong sign of the noise does not show in two
+PROBABILITIES = np.array([[0.6, 0.25, 0.1, 0.05], [0.01, 0.09, 0.2, 0.7]])
 DRAWS = 20_000
 
 
