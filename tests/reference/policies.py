@@ -67,7 +67,7 @@ def one_hot(x, size):
 
 
 def before(x):
-    """What was one step earlier, zero at first."""
+    """What was one step earlier; 0 at first."""
     return np.concatenate((np.zeros_like(x[:1]), x[:-1]))
 
 
@@ -94,9 +94,9 @@ def recurrent(weights, stream):
 
 def impala(weights, stream):
     """Logits (T, A). The LSTM also sees the last action and reward (clipped), beyond an episode's end too."""
-    actions = one_hot(stream["actions"], len(weights["actor.bias"]))
-    rewards = stream["rewards"].clip(-1, 1)[:, None]
-    x = np.concatenate((features(weights, stream), before(actions), before(rewards)), -1)
+    actions = one_hot(before(stream["actions"]), len(weights["actor.bias"]))
+    rewards = before(stream["rewards"]).clip(-1, 1)[:, None]
+    x = np.concatenate((features(weights, stream), actions, rewards), -1)
     return linear(weights, "actor", lstm(weights, x, stream["starts"]))
 
 
@@ -124,10 +124,10 @@ def multi(weights, stream, nvec, is_normalized):
 
 def advantages(weights, stream, r_int):
     """Advantages (T, A) of the first policy, by a recurrent dueling network of all policies."""
-    goes_on = ~stream["starts"][:, None]  # nothing led to a first observation
-    actions = before(one_hot(stream["actions"], len(weights["advantage.2.bias"]))) * goes_on
-    r_ext = before(stream["rewards"])[:, None] * goes_on
-    rewards = np.concatenate((np.sign(r_ext) * np.log1p(np.abs(r_ext)), r_int[:, None]), -1)
+    goes_on = ~stream["starts"]  # action 0 and rewards of 0 led to a first observation
+    actions = one_hot(before(stream["actions"]) * goes_on, len(weights["advantage.2.bias"]))
+    r_ext = before(stream["rewards"]) * goes_on
+    rewards = np.stack((np.sign(r_ext) * np.log1p(np.abs(r_ext)), r_int), -1)
     seen = np.concatenate((features(weights, stream, "encoder", relu), actions, rewards), -1)
     num_policies = weights["lstm.weight_ih_l0"].shape[1] - seen.shape[1]
     policies = one_hot(np.zeros(len(actions), int), num_policies)
