@@ -60,7 +60,12 @@ test_verdict.py test_watch.py
 """.split()
 
 
+LONGEST = ("test_readme.py", "test_devices.py", "test_speed.py", "test_learning.py", "test_benchmark.py")
+
+
 def pytest_collection_modifyitems(items):
+    """The longest tests come first, so that no process waits for one of them at the end."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     for item in items:
         if item.nodeid.removeprefix("tests/").startswith(tuple(SLOW)):
             item.add_marker(pytest.mark.slow)

@@ -1,7 +1,8 @@
 """The mutants of a script, for mutants.py: each is its source with one change of the algorithm.
 
 The algorithm is what stands above the line "From here on nothing is the algorithm's", or where there is none,
-all sections but PLUMBING_SECTIONS. Statements within it that are plumbing (PLUMBING) are left as they are.
+all sections but PLUMBING_SECTIONS. Statements within it that are plumbing, or that only make it faster
+(PLUMBING), are left as they are.
 """
 
 import ast
@@ -14,7 +15,7 @@ PLUMBING_SECTIONS = "Arguments", "Logs and checkpoints", "Main"
 PLUMBING = re.compile(
     r"faulthandler|stall_timer|atexit|signum|\bstop\b|sys\.exit|\bfail\(|\bmessage\b|time\.time|writer|\bbar\b"
     r"|\block\(|start_logging|\brun_(dir|name|lock)\b|_checkpoint\(|\bsaved\b|\.compile|cuda|Graph|\.close\("
-    r"|\braise\b|\brun = "
+    r"|\braise\b|\brun = |mallopt|set_num_threads|set_flush_denormal"
 )
 OPERATORS = {
     ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"),
