@@ -455,6 +455,7 @@ def shown_returns(run: Run, done: list[tuple[int, int, dict]]) -> list[float]:
 def test_printed_evaluation(name, monkeypatch, capsys):
     """Mean and deviation of the returns that the environments gave."""
     run_dir = logging_run(name).run_dir
+    capsys.readouterr()  # the run's folder, if this test is the first that needs the run
     monkeypatch.setattr(Traced, "made", [])
     monkeypatch.setattr(sys, "argv", ["x.py", "--evaluate", str(run_dir), "--eval-episodes", "3"])
     runpy.run_path(ALL[name].__file__, run_name="__main__")
