@@ -27,11 +27,12 @@ import os
 import queue
 import signal
 import sys
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ContextDecorator
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
@@ -729,22 +730,48 @@ def side_by_side(unrolls: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 # === Training ================================================================================
 
 
-@contextmanager
-def stall_timer():
-    """Cancels the timer when train() or evaluate() ends, also by an exception, so that a notebook goes on."""
-    try:
-        yield
-    finally:
+class StallTimer(ContextDecorator):
+    """Ends the process, and shows where each thread is, unless set() is called again within --stall-seconds.
+
+    It decorates train() and evaluate(), and stops when they end: a notebook goes on after an exception.
+    """
+
+    watcher = None
+
+    def __enter__(self):
+        self.stop = threading.Event()
+
+    def __exit__(self, *_):
+        self.stop.set()
+        if self.watcher:
+            self.watcher.join()
+            self.watcher = None
+
+    def set(self, seconds: int):
+        self.deadline = time.monotonic() + seconds
+        if seconds and not self.watcher:
+            self.watcher = threading.Thread(target=self.watch, args=[seconds], daemon=True)
+            self.watcher.start()
+
+    def watch(self, seconds: int):
+        message, stopped = f"--stall-seconds {seconds}: nothing ended within that time\n", False
+        while not stopped:
+            # may crash beside threads that run, so it is only for C code that keeps Python's lock
+            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+            stopped = self.stop.wait(0.5)
+            if not stopped and time.monotonic() > self.deadline:
+                try:
+                    os.write(2, message.encode())
+                    faulthandler.dump_traceback(file=2)
+                finally:
+                    os._exit(1)
         faulthandler.cancel_dump_traceback_later()
 
 
-def set_stall_timer(args: Args):
-    """Unless it is called again within --stall-seconds, the process shows where it hangs, and ends."""
-    if args.stall_seconds:
-        faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
+stall_timer = StallTimer()
 
 
-@stall_timer()
+@stall_timer
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
     # differs from ppo.py: learn() has the loop; here the actors begin and end
     """Trains; returns the run folder. With a signal's number in stop, saves and exits after an iteration."""
@@ -793,7 +820,7 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
     if RANK == 0:
         writer, bar = start_logging(args, run_dir, first_step)
     over_processes("MAX", 0)  # all wait while Weights & Biases asks the first for a login
-    set_stall_timer(args)
+    stall_timer.set(args.stall_seconds)
 
     @torch.enable_grad()
     def update(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -819,7 +846,7 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
     for iteration in range(first_iteration, args.num_iterations):
         # No more time for an actor that hangs: the process ends and shows where, though other actors go on.
         if time.monotonic() - min(actor.began for actor in actors.members) < args.stall_seconds:
-            set_stall_timer(args)
+            stall_timer.set(args.stall_seconds)
         # Each iteration has a seed of its own, so no random state is saved. Python salts no hash of integers.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         frac = 1 - iteration / args.num_iterations
@@ -928,7 +955,7 @@ def average_with_neighbor(flat: Tensor):
 # === Evaluation ==============================================================================
 
 
-@stall_timer()
+@stall_timer
 @torch.no_grad()
 def evaluate(args: Args) -> list[float]:
     # differs from ppo.py: recurrent, with a camera for Atari, task by task
@@ -938,7 +965,7 @@ def evaluate(args: Args) -> list[float]:
     all_returns = []
     for env_id in args.env_ids:
         group, returns = Group(env_id, args, 1, video_dir), []
-        set_stall_timer(args)
+        stall_timer.set(args.stall_seconds)
         group.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # no seed of training
         agent = Agent(group.envs, args).to(args.device)
         load_checkpoint(args.evaluate, dict(agent=agent))
@@ -946,7 +973,7 @@ def evaluate(args: Args) -> list[float]:
             torch.set_num_threads(1)  # the networks are small: a second thread only costs
         state = agent.initial_state(1)
         while len(returns) < args.eval_episodes:
-            set_stall_timer(args)
+            stall_timer.set(args.stall_seconds)
             dist, _, state = agent(tensors(group.row, args), state)
             group.send(dist.sample()[0].cpu().numpy())
             _, episodes = group.receive()
@@ -1051,7 +1078,7 @@ def parse_args() -> Args:
 if __name__ == "__main__":
     args, stop = parse_args(), []
     if args.stall_seconds and RANK == 0:
-        print(f"--stall-seconds {args.stall_seconds}: a longer iteration ends with Timeout!", file=sys.stderr)
+        print(f"--stall-seconds {args.stall_seconds}: a longer iteration ends the run", file=sys.stderr)
 
     def finish(signum: int, _):
         """The first signal ends the run after its iteration, and a second Ctrl-C at once."""

@@ -28,9 +28,10 @@ import faulthandler
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import ContextDecorator
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.util import find_spec
@@ -901,22 +902,48 @@ class Actor:  # differs from impala_vtrace.py: one group, epsilon-greedy, with n
         return arrival, episodes, novelty
 
 
-@contextmanager
-def stall_timer():
-    """Cancels the timer when train() or evaluate() ends, also by an exception, so that a notebook goes on."""
-    try:
-        yield
-    finally:
+class StallTimer(ContextDecorator):
+    """Ends the process, and shows where each thread is, unless set() is called again within --stall-seconds.
+
+    It decorates train() and evaluate(), and stops when they end: a notebook goes on after an exception.
+    """
+
+    watcher = None
+
+    def __enter__(self):
+        self.stop = threading.Event()
+
+    def __exit__(self, *_):
+        self.stop.set()
+        if self.watcher:
+            self.watcher.join()
+            self.watcher = None
+
+    def set(self, seconds: int):
+        self.deadline = time.monotonic() + seconds
+        if seconds and not self.watcher:
+            self.watcher = threading.Thread(target=self.watch, args=[seconds], daemon=True)
+            self.watcher.start()
+
+    def watch(self, seconds: int):
+        message, stopped = f"--stall-seconds {seconds}: nothing ended within that time\n", False
+        while not stopped:
+            # may crash beside threads that run, so it is only for C code that keeps Python's lock
+            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+            stopped = self.stop.wait(0.5)
+            if not stopped and time.monotonic() > self.deadline:
+                try:
+                    os.write(2, message.encode())
+                    faulthandler.dump_traceback(file=2)
+                finally:
+                    os._exit(1)
         faulthandler.cancel_dump_traceback_later()
 
 
-def set_stall_timer(args: Args):
-    """Unless it is called again within --stall-seconds, the process shows where it hangs, and ends."""
-    if args.stall_seconds:
-        faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
+stall_timer = StallTimer()
 
 
-@stall_timer()
+@stall_timer
 @torch.no_grad()  # except in update()
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
     # differs from ppo.py: a replay between acting and updates, two networks and a curiosity
@@ -968,7 +995,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     if RANK == 0:
         writer, bar = start_logging(args, run_dir, first_step)
     over_processes("MAX", 0)  # all wait while Weights & Biases asks the first for a login
-    set_stall_timer(args)
+    stall_timer.set(args.stall_seconds)
     seed = args.seed + first_step + RANK * N  # a resumed run begins new episodes
     actor = Actor(args, envs, agent, curiosity, seed)
     replay = Replay(args, actor.row)
@@ -1004,7 +1031,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
 
     seen, trained_steps = [], 0  # what to log of novelty; steps in all batches
     for iteration in range(first_iteration, args.num_iterations):
-        set_stall_timer(args)
+        stall_timer.set(args.stall_seconds)
         # Each iteration has a seed of its own, so no random state is saved. Python salts no hash of integers.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         rng = np.random.default_rng((args.seed, iteration, RANK))
@@ -1106,7 +1133,7 @@ def over_processes(operation: str, x: float | Tensor) -> float:
 # === Evaluation ==============================================================================
 
 
-@stall_timer()
+@stall_timer
 @torch.no_grad()
 def evaluate(args: Args) -> list[float]:
     # differs from ppo.py: recurrent, of the first policy, with the novelty that the network wants to see
@@ -1116,11 +1143,11 @@ def evaluate(args: Args) -> list[float]:
     load_checkpoint(args.evaluate, dict(agent=agent, curiosity=curiosity))
     curiosity.eval()  # its statistics stay as they are
     seed = args.seed + args.total_timesteps + args.num_envs  # no seed of training
-    set_stall_timer(args)
+    stall_timer.set(args.stall_seconds)
     actor = Actor(replace(args, num_policies=1), envs, agent, curiosity, seed)
     rng, returns = np.random.default_rng(seed), []
     while len(returns) < args.eval_episodes:
-        set_stall_timer(args)
+        stall_timer.set(args.stall_seconds)
         _, episodes, _ = actor.step(np.full(1, args.eval_epsilon), rng)
         returns += [episode["charts/episodic_return"] for episode in episodes]
     envs.close()
@@ -1226,7 +1253,7 @@ def parse_args() -> Args:
 if __name__ == "__main__":
     args, stop = parse_args(), []
     if args.stall_seconds and RANK == 0:
-        print(f"--stall-seconds {args.stall_seconds}: a longer iteration ends with Timeout!", file=sys.stderr)
+        print(f"--stall-seconds {args.stall_seconds}: a longer iteration ends the run", file=sys.stderr)
 
     def finish(signum: int, _):
         """The first signal ends the run after its iteration, and a second Ctrl-C at once."""

@@ -28,11 +28,12 @@ import os
 import queue
 import signal
 import sys
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ContextDecorator
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
@@ -612,22 +613,48 @@ def collect(actors: Actors) -> tuple[dict[str, np.ndarray], list]:
 # === Training ================================================================================
 
 
-@contextmanager
-def stall_timer():
-    """Cancels the timer when train() or evaluate() ends, also by an exception, so that a notebook goes on."""
-    try:
-        yield
-    finally:
+class StallTimer(ContextDecorator):
+    """Ends the process, and shows where each thread is, unless set() is called again within --stall-seconds.
+
+    It decorates train() and evaluate(), and stops when they end: a notebook goes on after an exception.
+    """
+
+    watcher = None
+
+    def __enter__(self):
+        self.stop = threading.Event()
+
+    def __exit__(self, *_):
+        self.stop.set()
+        if self.watcher:
+            self.watcher.join()
+            self.watcher = None
+
+    def set(self, seconds: int):
+        self.deadline = time.monotonic() + seconds
+        if seconds and not self.watcher:
+            self.watcher = threading.Thread(target=self.watch, args=[seconds], daemon=True)
+            self.watcher.start()
+
+    def watch(self, seconds: int):
+        message, stopped = f"--stall-seconds {seconds}: nothing ended within that time\n", False
+        while not stopped:
+            # may crash beside threads that run, so it is only for C code that keeps Python's lock
+            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+            stopped = self.stop.wait(0.5)
+            if not stopped and time.monotonic() > self.deadline:
+                try:
+                    os.write(2, message.encode())
+                    faulthandler.dump_traceback(file=2)
+                finally:
+                    os._exit(1)
         faulthandler.cancel_dump_traceback_later()
 
 
-def set_stall_timer(args: Args):
-    """Unless it is called again within --stall-seconds, the process shows where it hangs, and ends."""
-    if args.stall_seconds:
-        faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
+stall_timer = StallTimer()
 
 
-@stall_timer()
+@stall_timer
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
     # differs from ppo.py: learn() has the loop; here the actors begin and end
     """Trains; returns the run folder. With a signal's number in stop, saves and exits after an iteration."""
@@ -679,7 +706,7 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
     if RANK == 0:
         writer, bar = start_logging(args, run_dir, first_step)
     over_processes("MAX", 0)  # all wait while Weights & Biases asks the first for a login
-    set_stall_timer(args)
+    stall_timer.set(args.stall_seconds)
 
     @torch.enable_grad()
     def update(batch: dict[str, Tensor], clip: Tensor) -> dict[str, Tensor]:
@@ -704,12 +731,12 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
     actors.start(agent, version, args.seed + first_step + RANK * args.num_envs // WORLD_SIZE)
     held = deque()
     for _ in range(args.artificial_delay):
-        set_stall_timer(args)
+        stall_timer.set(args.stall_seconds)
         held.append(collect(actors))
     for iteration in range(first_iteration, args.num_iterations):
         # No more time for an actor that hangs: the process ends and shows where, though other actors go on.
         if time.monotonic() - min(actor.began for actor in actors.members) < args.stall_seconds:
-            set_stall_timer(args)
+            stall_timer.set(args.stall_seconds)
         # Each iteration has a seed of its own, so no random state is saved. Python salts no hash of integers.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         frac = 1 - version / args.num_iterations  # only an update is progress
@@ -836,7 +863,7 @@ def over_processes(operation: str, x: float | Tensor) -> float:
 # === Evaluation ==============================================================================
 
 
-@stall_timer()
+@stall_timer
 @torch.no_grad()
 def evaluate(args: Args) -> list[float]:
     # differs from ppo.py: a group of one environment
@@ -844,14 +871,14 @@ def evaluate(args: Args) -> list[float]:
     torch.manual_seed(args.seed)
     video_dir = Path(args.evaluate) / "videos" if args.capture_video else None
     group, returns = Group(args, 1, video_dir), []
-    set_stall_timer(args)
+    stall_timer.set(args.stall_seconds)
     group.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # no seed of training
     agent = Agent(group.envs, args).to(args.device)
     load_checkpoint(args.evaluate, dict(agent=agent))
     if group.row["obs"].ndim == 2:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
     while len(returns) < args.eval_episodes:
-        set_stall_timer(args)
+        stall_timer.set(args.stall_seconds)
         dist, _ = agent(torch.as_tensor(group.row["obs"], device=args.device))
         group.send(dist.sample().cpu().numpy())
         _, episodes = group.receive()
@@ -953,7 +980,7 @@ def parse_args() -> Args:
 if __name__ == "__main__":
     args, stop = parse_args(), []
     if args.stall_seconds and RANK == 0:
-        print(f"--stall-seconds {args.stall_seconds}: a longer iteration ends with Timeout!", file=sys.stderr)
+        print(f"--stall-seconds {args.stall_seconds}: a longer iteration ends the run", file=sys.stderr)
 
     def finish(signum: int, _):
         """The first signal ends the run after its iteration, and a second Ctrl-C at once."""

@@ -23,9 +23,10 @@ import faulthandler
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import ContextDecorator
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from itertools import pairwise
@@ -445,22 +446,48 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args:
 # === Training ================================================================================
 
 
-@contextmanager
-def stall_timer():
-    """Cancels the timer when train() or evaluate() ends, also by an exception, so that a notebook goes on."""
-    try:
-        yield
-    finally:
+class StallTimer(ContextDecorator):
+    """Ends the process, and shows where each thread is, unless set() is called again within --stall-seconds.
+
+    It decorates train() and evaluate(), and stops when they end: a notebook goes on after an exception.
+    """
+
+    watcher = None
+
+    def __enter__(self):
+        self.stop = threading.Event()
+
+    def __exit__(self, *_):
+        self.stop.set()
+        if self.watcher:
+            self.watcher.join()
+            self.watcher = None
+
+    def set(self, seconds: int):
+        self.deadline = time.monotonic() + seconds
+        if seconds and not self.watcher:
+            self.watcher = threading.Thread(target=self.watch, args=[seconds], daemon=True)
+            self.watcher.start()
+
+    def watch(self, seconds: int):
+        message, stopped = f"--stall-seconds {seconds}: nothing ended within that time\n", False
+        while not stopped:
+            # may crash beside threads that run, so it is only for C code that keeps Python's lock
+            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+            stopped = self.stop.wait(0.5)
+            if not stopped and time.monotonic() > self.deadline:
+                try:
+                    os.write(2, message.encode())
+                    faulthandler.dump_traceback(file=2)
+                finally:
+                    os._exit(1)
         faulthandler.cancel_dump_traceback_later()
 
 
-def set_stall_timer(args: Args):
-    """Unless it is called again within --stall-seconds, the process shows where it hangs, and ends."""
-    if args.stall_seconds:
-        faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
+stall_timer = StallTimer()
 
 
-@stall_timer()
+@stall_timer
 @torch.no_grad()  # except in update()
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
     """Trains; returns the run folder. With a signal's number in stop, saves and exits after an iteration."""
@@ -504,7 +531,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     if RANK == 0:
         writer, bar = start_logging(args, run_dir, first_step)
     over_processes("MAX", 0)  # all wait while Weights & Biases asks the first for a login
-    set_stall_timer(args)
+    stall_timer.set(args.stall_seconds)
 
     def act(obs: Tensor, state: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         # differs from ppo_atari.py: recurrent
@@ -540,7 +567,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     next_obs, _ = envs.reset(seed=args.seed + first_step + RANK * N)  # resumed runs begin new episodes
     next_starts, state = np.ones(N, bool), agent.initial_state(N)
     for iteration in range(first_iteration, args.num_iterations):
-        set_stall_timer(args)
+        stall_timer.set(args.stall_seconds)
         # Each iteration has a seed of its own, so no random state is saved. Python salts no hash of integers.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         frac = 1 - iteration / args.num_iterations
@@ -650,7 +677,7 @@ def over_processes(operation: str, x: float | Tensor) -> float:
 # === Evaluation ==============================================================================
 
 
-@stall_timer()
+@stall_timer
 @torch.no_grad()
 def evaluate(args: Args) -> list[float]:
     # differs from ppo.py: recurrent
@@ -660,13 +687,13 @@ def evaluate(args: Args) -> list[float]:
     agent, returns = Agent(envs).to(args.device), []
     load_checkpoint(args.evaluate, dict(agent=agent))
     agent.amp = args.amp
-    set_stall_timer(args)
+    stall_timer.set(args.stall_seconds)
     obs, _ = envs.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # no seed of training
     starts, state = np.ones(1, bool), agent.initial_state(1)
     if obs.ndim == 2:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
     while len(returns) < args.eval_episodes:
-        set_stall_timer(args)
+        stall_timer.set(args.stall_seconds)
         now = torch.as_tensor(obs, device=args.device)[None]
         dist, _, state = agent(now, state, torch.as_tensor(starts, device=args.device)[None])
         obs, _, terminated, truncated, info = envs.step(dist.sample()[0].cpu().numpy())
@@ -768,7 +795,7 @@ def parse_args() -> Args:
 if __name__ == "__main__":
     args, stop = parse_args(), []
     if args.stall_seconds and RANK == 0:
-        print(f"--stall-seconds {args.stall_seconds}: a longer iteration ends with Timeout!", file=sys.stderr)
+        print(f"--stall-seconds {args.stall_seconds}: a longer iteration ends the run", file=sys.stderr)
 
     def finish(signum: int, _):
         """The first signal ends the run after its iteration, and a second Ctrl-C at once."""

@@ -21,9 +21,10 @@ import faulthandler
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import ContextDecorator
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -260,22 +261,48 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args:
 # === Training ================================================================================
 
 
-@contextmanager
-def stall_timer():
-    """Cancels the timer when train() or evaluate() ends, also by an exception, so that a notebook goes on."""
-    try:
-        yield
-    finally:
+class StallTimer(ContextDecorator):
+    """Ends the process, and shows where each thread is, unless set() is called again within --stall-seconds.
+
+    It decorates train() and evaluate(), and stops when they end: a notebook goes on after an exception.
+    """
+
+    watcher = None
+
+    def __enter__(self):
+        self.stop = threading.Event()
+
+    def __exit__(self, *_):
+        self.stop.set()
+        if self.watcher:
+            self.watcher.join()
+            self.watcher = None
+
+    def set(self, seconds: int):
+        self.deadline = time.monotonic() + seconds
+        if seconds and not self.watcher:
+            self.watcher = threading.Thread(target=self.watch, args=[seconds], daemon=True)
+            self.watcher.start()
+
+    def watch(self, seconds: int):
+        message, stopped = f"--stall-seconds {seconds}: nothing ended within that time\n", False
+        while not stopped:
+            # may crash beside threads that run, so it is only for C code that keeps Python's lock
+            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+            stopped = self.stop.wait(0.5)
+            if not stopped and time.monotonic() > self.deadline:
+                try:
+                    os.write(2, message.encode())
+                    faulthandler.dump_traceback(file=2)
+                finally:
+                    os._exit(1)
         faulthandler.cancel_dump_traceback_later()
 
 
-def set_stall_timer(args: Args):
-    """Unless it is called again within --stall-seconds, the process shows where it hangs, and ends."""
-    if args.stall_seconds:
-        faulthandler.dump_traceback_later(args.stall_seconds, exit=True, file=2)
+stall_timer = StallTimer()
 
 
-@stall_timer()
+@stall_timer
 @torch.no_grad()  # except in update()
 def train(args: Args, stop: Sequence[int] = ()) -> Path:
     """Trains; returns the run folder. With a signal's number in stop, saves and exits after an iteration."""
@@ -315,7 +342,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     if RANK == 0:
         writer, bar = start_logging(args, run_dir, first_step)
     over_processes("MAX", 0)  # all wait while Weights & Biases asks the first for a login
-    set_stall_timer(args)
+    stall_timer.set(args.stall_seconds)
 
     @torch.enable_grad()
     def update(batch: dict[str, Tensor], clip: Tensor) -> dict[str, Tensor]:
@@ -341,7 +368,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
     rewards, dones = np.zeros((2, T, N), np.float32)
     next_obs, _ = envs.reset(seed=args.seed + first_step + RANK * N)  # resumed runs begin new episodes
     for iteration in range(first_iteration, args.num_iterations):
-        set_stall_timer(args)
+        stall_timer.set(args.stall_seconds)
         # Each iteration has a seed of its own, so no random state is saved. Python salts no hash of integers.
         torch.manual_seed(hash((args.seed, iteration, RANK)))
         frac = 1 - iteration / args.num_iterations
@@ -439,7 +466,7 @@ def over_processes(operation: str, x: float | Tensor) -> float:
 # === Evaluation ==============================================================================
 
 
-@stall_timer()
+@stall_timer
 @torch.no_grad()
 def evaluate(args: Args) -> list[float]:
     """Returns of full episodes of a run's agent, which samples its actions as in training."""
@@ -447,10 +474,10 @@ def evaluate(args: Args) -> list[float]:
     envs = make_env(args, 1, Path(args.evaluate) / "videos" if args.capture_video else None)
     agent, returns = Agent(envs).to(args.device), []
     load_checkpoint(args.evaluate, dict(agent=agent))
-    set_stall_timer(args)
+    stall_timer.set(args.stall_seconds)
     obs, _ = envs.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # no seed of training
     while len(returns) < args.eval_episodes:
-        set_stall_timer(args)
+        stall_timer.set(args.stall_seconds)
         action = agent(torch.as_tensor(obs, device=args.device))[0].sample()
         obs, _, _, _, info = envs.step(action.cpu().numpy())
         returns += [episode["charts/episodic_return"] for episode in ended_episodes(info)]
@@ -550,7 +577,7 @@ def parse_args() -> Args:
 if __name__ == "__main__":
     args, stop = parse_args(), []
     if args.stall_seconds and RANK == 0:
-        print(f"--stall-seconds {args.stall_seconds}: a longer iteration ends with Timeout!", file=sys.stderr)
+        print(f"--stall-seconds {args.stall_seconds}: a longer iteration ends the run", file=sys.stderr)
 
     def finish(signum: int, _):
         """The first signal ends the run after its iteration, and a second Ctrl-C at once."""

@@ -179,7 +179,7 @@ def main():
     if not 0 <= args.stall_seconds < 2**22:
         fail("stall_seconds must be from 0 to 2**22 - 1")
     if args.stall_seconds:
-        print(f"--stall-seconds {args.stall_seconds}: a longer step ends with Timeout!", file=sys.stderr)
+        print(f"--stall-seconds {args.stall_seconds}: a longer step ends it", file=sys.stderr)
     if not args.run.is_dir():
         fail(f"there is no folder {args.run}")
     path, seen, finished = args.run / "checkpoint.pt", None, False

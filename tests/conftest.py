@@ -1,4 +1,3 @@
-import faulthandler
 import os
 import re
 
@@ -83,7 +82,6 @@ def in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(SummaryWriter, "__init__", init)
     monkeypatch.chdir(tmp_path)
     yield
-    faulthandler.cancel_dump_traceback_later()  # of a run that did not come to its end
     for writer in writers:
         writer.close()
 

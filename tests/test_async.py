@@ -1,6 +1,5 @@
 """ppo_async.py: what is stale, dropped, used again; and that in turn it is ppo_atari.py's update."""
 
-import faulthandler
 import os
 import subprocess
 import sys
@@ -149,7 +148,7 @@ def test_artificial_delay_is_the_staleness(delay):
 
 def test_each_batch_that_is_held_back_has_the_time_of_an_iteration(monkeypatch):
     calls, collect = [], ppo_async.collect
-    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: calls.append("timer"))
+    monkeypatch.setattr(ppo_async.StallTimer, "set", lambda *_: calls.append("timer"))
     monkeypatch.setattr(ppo_async, "collect", lambda actors: calls.append("collect") or collect(actors))
     ppo_async.train(small(artificial_delay=3, stall_seconds=9))
     assert calls == ["timer"] + ["timer", "collect"] * 13

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -430,6 +431,11 @@ def test_after_an_exception_a_notebook_goes_on(name, monkeypatch):
     assert timer[-1] == "cancelled" and kept.traceback
 
 
+def watchers():
+    """Threads of the stall timer."""
+    return [thread for thread in threading.enumerate() if "(watch)" in thread.name]
+
+
 WORK = [(gym.vector.SyncVectorEnv, "reset"), (gym.vector.SyncVectorEnv, "step"), (AtariVectorEnv, "reset")]
 WORK += [(AtariVectorEnv, "recv")]
 
@@ -441,16 +447,15 @@ def test_stall_timer_runs_if_asked_for_while_environments_work(name, flags, monk
 
     The other processes of torchrun wait without it, too: they meet before it is set.
     """
-    script, stall_seconds = (SCRIPTS | OTHERS)[name], flags.get("stall_seconds")
-    timer, steps, set_up, meet = [None], [], [], script.over_processes
-    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda x, **_: timer.append(x))
-    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: timer.append(None))
+    script, stall_seconds = (SCRIPTS | OTHERS)[name], flags.get("stall_seconds", 0)
+    timer, steps, set_up, meet, set_timer = [None], [], [], script.over_processes, script.StallTimer.set
+    monkeypatch.setattr(script.StallTimer, "set", lambda self, x: timer.append(x) or set_timer(self, x))
     for envs, method in WORK:
         original = getattr(envs, method)
 
         def spy(*args, original=original, **kwargs):
             steps.append(len(timer))
-            assert timer[-1] == stall_seconds
+            assert timer[-1] == stall_seconds and bool(watchers()) == bool(stall_seconds)
             return original(*args, **kwargs)
 
         monkeypatch.setattr(envs, method, spy)
@@ -460,12 +465,12 @@ def test_stall_timer_runs_if_asked_for_while_environments_work(name, flags, monk
     env_id = QUICK.get(script, "CartPole-v1")
     args = small_args(script, env_id=env_id, track=True, **flags)
     run_dir = script.train(args)
-    assert set_up[:2] == [("login", None), ("meet", None)] and timer[-1] is None
-    assert len(set(steps)) >= 1 + args.num_iterations if stall_seconds else set(timer) == {None}
+    assert set_up[:2] == [("login", None), ("meet", None)] and not watchers()
+    assert len(set(steps)) >= 1 + args.num_iterations
     steps.clear()
     script.evaluate(replace(args, evaluate=str(run_dir), eval_episodes=1))
     times = len(set(steps)) / len(steps)  # below 1 in games, where a lost life takes more steps at once
-    assert timer[-1] is None and (times > 0.8 if stall_seconds else set(timer) == {None})
+    assert times > 0.8 and not watchers()
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-3])

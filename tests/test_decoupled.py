@@ -63,7 +63,7 @@ def test_environment_that_raises_ends_the_run_with_its_own_traceback(script):
 def test_environment_that_hangs_is_shown_and_ends_the_run(script, flags):
     """Though another actor goes on, with which batches of a single unroll are complete."""
     flags = ("probes:Hang-v0", "--stall-seconds", 3, "--save-every", 1, *flags)
-    ended(script, *flags, code=1, words=r'(?s)Timeout \(0:00:03\)!.*probes.py", line \d+ in reward')
+    ended(script, *flags, code=1, words=r'(?s)--stall-seconds 3: nothing .*probes.py", line \d+ in reward')
     (run_dir,) = Path("runs").iterdir()
     assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"] > 0
 

@@ -440,12 +440,13 @@ def minibatch_of_one_step(script):
 
 UNHARMED = 0, r"(?s)\A(?!.*Warning)"
 NOT_FINITE = 1, r"(?m)^iteration [2-6]: not finite: \{.*\}; last good checkpoint: \S+, of iteration [1-5]$"
-STALLS = 1, r'(?s)--stall-seconds 2: .*Timeout \(0:00:02\)!.*probes.py", line \d+ in '
+STALLS = 1, r'(?s)--stall-seconds 2: nothing .*probes.py", line \d+ in '
+LOCKED = 1, r'(?s)--stall-seconds 2: .*Timeout \(0:00:02\)!.*probes.py", line \d+ in '
 ENDS = {  # exit code and words
     "raises": (1, "(?s)Traceback.*probes.py.*ZeroDivisionError: the environment's own mistake"),
     "hangs": STALLS,
     "hangs-in-reset": STALLS,
-    "hangs-with-lock": STALLS,
+    "hangs-with-lock": LOCKED,
     "nan-observations": NOT_FINITE,
     "nan-rewards": NOT_FINITE,
     "huge-rewards": NOT_FINITE,

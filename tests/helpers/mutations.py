@@ -13,7 +13,7 @@ from typing import NamedTuple
 BORDER = "From here on nothing is the algorithm's"
 PLUMBING_SECTIONS = "Arguments", "Logs and checkpoints", "Main"
 PLUMBING = re.compile(
-    r"faulthandler|stall_timer|atexit|signum|\bstop\b|sys\.exit|\bfail\(|\bmessage\b|time\.time|writer|\bbar\b"
+    r"faulthandler|stall_timer|StallTimer|atexit|signum|\bstop\b|sys\.exit|\bfail\(|\bmessage\b|time\.time|writer|\bbar\b"
     r"|\block\(|start_logging|\brun_(dir|name|lock)\b|_checkpoint\(|\bsaved\b|\.compile|cuda|Graph|\.close\("
     r"|\braise\b|\brun = |mallopt|set_num_threads|set_flush_denormal"
 )

@@ -5,7 +5,6 @@ call of the loss, each step of an optimizer, each order of minibatches, and what
 environments and losses advance its clock.
 """
 
-import faulthandler
 import functools
 import threading
 import time
@@ -330,7 +329,7 @@ def hook_libraries(run: Run, patch: pytest.MonkeyPatch, writes: bool):
         patch.setattr(SummaryWriter, "add_scalar", lambda self, *x: run.logged.append(x))
         patch.setattr(torch.nn.init, "orthogonal_", lambda x, std=1: x.normal_(0, std / x[0].numel() ** 0.5))
     patch.setattr(tqdm, "set_postfix_str", lambda self, text, **_: run.bars.append(text))
-    patch.setattr(faulthandler, "dump_traceback_later", lambda seconds, **_: run.timers.append(seconds))
+    patch.setattr(run.script.StallTimer, "set", lambda _, seconds: run.timers.append(seconds))
 
 
 def hook_environments(script, patch: pytest.MonkeyPatch):
