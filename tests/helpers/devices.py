@@ -185,12 +185,12 @@ WAITS |= {"ppo_async-atari": 2, "impala_vtrace-atari": 1, "impala_vtrace-lstm": 
 @on(*WAITS)
 def test_a_step_waits_for_the_gpu_no_more_than_it_must(run):
     waits, uncut = [], dict(bootstrap_truncated=False)
-    for steps in (8, 24):
+    for steps in (8, 16):
         with pretend_cuda.installed() as gpu:
             script_of(run).train(make_args(run, 2, num_steps=steps, **uncut, **in_turn(run)))
         waits.append(gpu.waits)
     groups = 2 if run.startswith(ACTORS) else 1
-    more = {name: (x - waits[0][name]) / (16 * 2 * groups) for name, x in waits[1].items()}
+    more = {name: (x - waits[0][name]) / (8 * 2 * groups) for name, x in waits[1].items()}
     assert sum(more.values()) <= WAITS[run], more
 
 
