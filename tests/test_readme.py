@@ -31,7 +31,7 @@ LINES = "".join(BLOCKS).replace("\\\n", " ").splitlines()
 COMMANDS = [re.sub(r"\s+#.*", "", line) for line in LINES]
 COMMANDS = [line.split("&& .venv/bin/")[-1] for line in COMMANDS if "-m pytest" not in line]
 SHORTER = [  # of tools; scripts make two short iterations, or two more where one goes on
-    (r"--nproc-per-node 8 (.*) --num-envs 64", r"--nproc-per-node 2 \1 --num-envs 16"),
+    (r"--nproc-per-node 8 (.*) --num-envs 64", r"--nproc-per-node 2 \1 --num-envs 8"),
     (r"run\.py classic --seeds 1\.\.3", "run.py classic --seeds 1 --scripts ppo --total-timesteps 2048"),
     (r"watch\.py", "watch.py --episodes 1"),
     (r"--population 4 --rounds 20", "--population 2 --rounds 1"),
@@ -64,8 +64,8 @@ def shortened(command, clone):
         command = command.replace("runs/NAME", str(newest(clone, name if name in SCRIPTS else "ppo")))
     if name in SCRIPTS | OTHERS and "--evaluate" not in command:
         module = (SCRIPTS | OTHERS)[name]
-        if name == "ppo_atari":  # 128 steps of eight games take a while
-            command += " --num-steps 32"
+        if name in ("ppo_atari", "impala_vtrace"):  # which play many games, or large networks, for longer
+            command += f" --num-steps {16 if name == 'ppo_atari' else 4}"
         flags = re.findall(r"--(num-envs|batch-unrolls|num-steps) (\d+)", command)
         args = module.Args(**{flag.replace("-", "_"): int(x) for flag, x in flags})
         steps = 2 * args.batch_size
