@@ -244,7 +244,7 @@ def test_stop_at_ends_a_run_early_on_its_full_schedule_and_a_higher_one_continue
     (run_dir,) = Path("results/classic/unfinished", path.stem, "runs").iterdir()
     assert scalars(run_dir, "charts/learning_rate")[-1][1] > 2.4e-4  # of 50 million steps
     assert [(row["steps"], row["schedule"], row["parts"]) for row in rows()] == [("20000", "50000000", "1")]
-    longer = int(episodes[-1]["step"]) + 100_000
+    longer = int(episodes[-1]["step"]) + 10_000
     run_it(*flags, longer)
     assert rows(path)[: len(episodes)] == episodes and int(rows(path)[-1]["step"]) + 500 >= longer
     assert [(row["steps"], row["parts"]) for row in rows()] == [(str(longer), "2")]
