@@ -390,7 +390,10 @@ class Run:
         self.episodes += [(self.step, episode) for episode in ended_episodes(info)]
 
     def log(self, losses: dict[str, Tensor], scalars: dict[str, float], status: str = "", **data):
-        """Logs an iteration. A loss that is not finite ends the run, and it names such data."""
+        """Logs an iteration. A loss that is not finite ends the run, which names such data, too.
+
+        data: arrays of observations, rewards and values.
+        """
         losses = {f"losses/{name}": float(x) for name, x in losses.items()}
         self.check_finite(losses, data)
         returns = [episode[self.shown] for _, episode in self.episodes if self.shown in episode]
@@ -414,11 +417,11 @@ class Run:
         first_step, start = self.timed_from
         return {"charts/SPS": (self.step - first_step) / (time.monotonic() - start)}
 
-    def check_finite(self, scalars: dict[str, float], data: dict[str, np.ndarray] | None = None):
+    def check_finite(self, scalars: dict[str, float], data: dict | None = None):
         """Ends the run in all processes where a number is not finite in one."""
         bad = {name: x for name, x in scalars.items() if not np.isfinite(x)}
         if over_processes("MAX", len(bad)):
-            causes = [name for name, x in (data or {}).items() if not np.isfinite(x).all()]
+            causes = [name for name, x in (data or {}).items() if not torch.as_tensor(x).isfinite().all()]
             message = f"step {self.step}: not finite: {bad or 'a number of another process'}"
             message += f", and {', '.join(causes)}" if causes else ""
             saved = self.numbers["iteration"]

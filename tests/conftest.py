@@ -184,6 +184,12 @@ def scalars(run_dir, tag):
     return [(e.step, e.value) for e in events.Scalars(tag)] if tag in events.Tags()["scalars"] else []
 
 
+def steps_of(run_dir):
+    """Steps at which the numbers of an iteration were logged."""
+    points = scalars(run_dir, "charts/learning_rate") or scalars(run_dir, "replay/sequences")
+    return [step for step, _ in points]
+
+
 class Dim:
     """As much of an environment as the agents ask for."""
 

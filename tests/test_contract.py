@@ -1,7 +1,9 @@
 """What every script promises: errors, stopping and resuming, logs, evaluation; through its command line."""
 
 import faulthandler
+import gc
 import os
+import random
 import re
 import runpy
 import shutil
@@ -10,7 +12,9 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,6 +33,7 @@ from conftest import (
     one_line,
     scalars,
     small_args,
+    steps_of,
     wait_for,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -303,16 +308,16 @@ def test_agent_that_does_not_fit(monkeypatch, capsys):
 
 
 def interrupt_at(script, monkeypatch, step, what):
-    """Do something, once, while the iteration that ends at a step is logged."""
-    original = script.log
+    """Do something, once, when the iteration that ends at a step has been logged."""
+    original = script.Run.log
 
-    def log(writer, now, scalars):
-        original(writer, now, scalars)
-        if now == step and "charts/SPS" in scalars:
-            monkeypatch.setattr(script, "log", original)
+    def log(self, *args, **data):
+        original(self, *args, **data)
+        if self.step == step:
+            monkeypatch.setattr(script.Run, "log", original)
             what()
 
-    monkeypatch.setattr(script, "log", log)
+    monkeypatch.setattr(script.Run, "log", log)
 
 
 def resumed(script, run_dir):
@@ -336,16 +341,21 @@ def assert_same(a, b):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-def seeds_of(monkeypatch, train, *args):
-    """What PyTorch was seeded with while a function trains, and the environments; None where it exits."""
+def seeds_of(monkeypatch, script, args, stop_at=None):
+    """What PyTorch was seeded with in a run that a signal may end, and its environments."""
     seeds, seed = [], torch.manual_seed
     probes.Aligned.seeds.clear()
     with monkeypatch.context() as patch:
         patch.setattr(torch, "manual_seed", lambda x: seeds.append(x) or seed(x))
+        if stop_at:
+            stop = partial(patch.setattr, script.Run, "stop_signal", signal.SIGTERM)
+            interrupt_at(script, patch, stop_at, stop)
         try:
-            train(*args)
+            script.train(args)
+            assert not stop_at
         except SystemExit as end:
-            assert end.code == 143
+            assert stop_at and end.code == 143
+    assert script.Run.stop_signal == 0
     return seeds, [x for x in probes.Aligned.seeds if x is not None]
 
 
@@ -353,25 +363,23 @@ def seeds_of(monkeypatch, train, *args):
 def test_stopped_and_resumed_twice_equals_uninterrupted_bit_for_bit(name, monkeypatch):
     """And noise is seeded anew in every iteration, but the environments never as they once were."""
     script = (SCRIPTS | OTHERS)[name]
-    noise, tasks = seeds_of(monkeypatch, script.train, aligned_args(script, monkeypatch))
+    noise, tasks = seeds_of(monkeypatch, script, aligned_args(script, monkeypatch))
     (whole,) = Path("runs").iterdir()
     assert len(noise) == len(set(noise)) == 1 + 8 and noise[0] == 1
     assert tasks and min(tasks) == 1
     parts = None
     for step in (96, 160):
-        stop = []
-        interrupt_at(script, monkeypatch, step, lambda stop=stop: stop.append(signal.SIGTERM))
         args = resumed(script, parts) if parts else aligned_args(script, monkeypatch)
         first = torch.load(parts / "checkpoint.pt", weights_only=True)["iteration"] if parts else 0
-        some_noise, some_tasks = seeds_of(monkeypatch, script.train, args, stop)
+        some_noise, some_tasks = seeds_of(monkeypatch, script, args, stop_at=step)
         assert (tasks == some_tasks) == (first == 0) and some_tasks
         assert first == 0 or not {*some_tasks} & {*tasks}
         (parts,) = set(Path("runs").iterdir()) - {whole}
         last = torch.load(parts / "checkpoint.pt", weights_only=True)["iteration"]
         assert some_noise == [1, *noise[1 + first : 1 + last]]
-        assert last == step // 32 + 1  # the signal comes after the iteration has looked for one
+        assert last == step // 32
         tasks += some_tasks if first else []
-    some_noise, some_tasks = seeds_of(monkeypatch, script.train, resumed(script, parts))
+    some_noise, some_tasks = seeds_of(monkeypatch, script, resumed(script, parts))
     assert some_noise == [1, *noise[1 + last :]] and some_tasks and not {*some_tasks} & {*tasks}
     a, b = (torch.load(run / "checkpoint.pt", weights_only=True) for run in (whole, parts))
     assert_same(a, b)
@@ -395,7 +403,7 @@ def test_killed_run_resumes_into_one_continuous_curve(script, monkeypatch):
     (run_dir,) = Path("runs").iterdir()
     assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"] == 4
     script.train(resumed(script, run_dir))
-    assert [step for step, _ in scalars(run_dir, "charts/SPS")] == list(range(32, 257, 32))
+    assert steps_of(run_dir) == list(range(32, 257, 32))
     assert [step for step, _ in scalars(run_dir, "charts/episodic_return")] == sorted(
         [*range(32, 257, 32)] * 2
     )
@@ -412,11 +420,11 @@ def parameters_of(run_dir):
 @pytest.mark.parametrize("name", SCRIPTS | OTHERS)
 def test_after_an_exception_a_notebook_goes_on(name, monkeypatch):
     """No timer ends the process that has caught it, and a run may be resumed while the exception is kept."""
-    script, timer = (SCRIPTS | OTHERS)[name], []
+    script, timer, threads = (SCRIPTS | OTHERS)[name], [], threading.active_count()
     args = small_args(script, save_every=1, stall_seconds=9)
     args.total_timesteps = 3 * args.batch_size
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: timer.append("set"))
-    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: timer.append("cancelled"))
+    monkeypatch.setattr(script, "watch_heartbeats", timer.append)
 
     def interrupt():
         raise KeyboardInterrupt
@@ -424,53 +432,97 @@ def test_after_an_exception_a_notebook_goes_on(name, monkeypatch):
     interrupt_at(script, monkeypatch, 2 * args.batch_size, interrupt)
     with pytest.raises(KeyboardInterrupt) as kept:
         script.train(args)
-    assert timer[0] == "set" and timer[-1] == "cancelled"
     (run_dir,) = Path("runs").iterdir()
     script.train(resumed(script, run_dir))
-    assert [step for step, _ in scalars(run_dir, "charts/SPS")] == [n * args.batch_size for n in (1, 2, 3)]
-    assert timer[-1] == "cancelled" and kept.traceback
-
-
-def watchers():
-    """Threads of the stall timer."""
-    return [thread for thread in threading.enumerate() if "(watch)" in thread.name]
+    assert steps_of(run_dir) == [n * args.batch_size for n in (1, 2, 3)]
+    assert not timer and kept.traceback
+    del kept
+    gc.collect()  # logs of the first run
+    assert threading.active_count() <= threads + 1  # logs of the second
 
 
 WORK = [(gym.vector.SyncVectorEnv, "reset"), (gym.vector.SyncVectorEnv, "step"), (AtariVectorEnv, "reset")]
 WORK += [(AtariVectorEnv, "recv")]
 
 
-@pytest.mark.parametrize("flags", [{}, dict(stall_seconds=9)], ids=["default", "9"])
 @pytest.mark.parametrize("name", SCRIPTS | OTHERS)
-def test_stall_timer_runs_if_asked_for_while_environments_work(name, flags, monkeypatch):
-    """It is set anew in each iteration and each step of an evaluation, and not while W&B asks for a login.
+def test_heart_beats_while_environments_work(name, monkeypatch):
+    """In each iteration and each step of an evaluation, and not while W&B asks for a login.
 
-    The other processes of torchrun wait without it, too: they meet before it is set.
+    The other processes of torchrun wait without it, too: they meet before its first beat.
     """
-    script, stall_seconds = (SCRIPTS | OTHERS)[name], flags.get("stall_seconds", 0)
-    timer, steps, set_up, meet, set_timer = [None], [], [], script.over_processes, script.StallTimer.set
-    monkeypatch.setattr(script.StallTimer, "set", lambda self, x: timer.append(x) or set_timer(self, x))
+    script = (SCRIPTS | OTHERS)[name]
+    beats, steps, set_up, meet, beat = [], [], [], script.over_processes, script.heartbeat
+    monkeypatch.setattr(script, "heartbeat", lambda name: beats.append(name) or beat(name))
     for envs, method in WORK:
         original = getattr(envs, method)
 
         def spy(*args, original=original, **kwargs):
-            steps.append(len(timer))
-            assert timer[-1] == stall_seconds and bool(watchers()) == bool(stall_seconds)
+            steps.append(len(beats))
+            assert script.HEARTBEATS
             return original(*args, **kwargs)
 
         monkeypatch.setattr(envs, method, spy)
-    wandb = SimpleNamespace(init=lambda **_: set_up.append(("login", timer[-1])), Error=OSError)
+    wandb = SimpleNamespace(init=lambda **_: set_up.append(("login", *beats)), Error=OSError)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr(script, "over_processes", lambda *x: set_up.append(("meet", timer[-1])) or meet(*x))
-    env_id = QUICK.get(script, "CartPole-v1")
-    args = small_args(script, env_id=env_id, track=True, **flags)
+    monkeypatch.setattr(script, "over_processes", lambda *x: set_up.append(("meet", *beats)) or meet(*x))
+    monkeypatch.setattr(script, "HEARTBEATS", {})
+    args = small_args(script, env_id=QUICK.get(script, "CartPole-v1"), track=True)
     run_dir = script.train(args)
-    assert set_up[:2] == [("login", None), ("meet", None)] and not watchers()
-    assert len(set(steps)) >= 1 + args.num_iterations
+    assert set_up[:2] == [("login",), ("meet",)]
+    assert len(set(steps)) >= 1 + args.num_iterations and beats.count("iteration") == 1 + args.num_iterations
     steps.clear()
+    beats.clear()
+    script.HEARTBEATS.clear()
     script.evaluate(replace(args, evaluate=str(run_dir), eval_episodes=1))
     times = len(set(steps)) / len(steps)  # below 1 in games, where a lost life takes more steps at once
-    assert times > 0.8 and not watchers()
+    assert times > 0.8 and set(beats) == {"evaluation"}
+
+
+@pytest.mark.parametrize("ends", [0, KeyboardInterrupt, 143], ids=str)
+@pytest.mark.parametrize("name", SCRIPTS | OTHERS)
+def test_only_the_command_line_watches_the_heart(name, ends, monkeypatch, capsys):
+    """If it is asked to, and not while what came out is written or sent, as to W&B."""
+    script, watched, handled = (SCRIPTS | OTHERS)[name], [], []
+    beating = {"iteration": time.monotonic()}
+
+    def train(args):
+        if ends:
+            raise ends if isinstance(ends, type) else SystemExit(ends)
+
+    def evaluate(args):
+        return [1.0, 3.0]
+
+    for function in (train, evaluate):
+        monkeypatch.setattr(script, function.__name__, function)
+    monkeypatch.setattr(script, "watch_heartbeats", watched.append)
+    monkeypatch.setattr(signal, "signal", lambda signum, handler: handled.append((signum, handler)))
+    monkeypatch.setattr(script, "HEARTBEATS", beating)
+    both = [(signum, script.stop_after_iteration) for signum in (signal.SIGINT, signal.SIGTERM)]
+    for flags, seconds in (([], []), (["--stall-seconds", "9"], [9])):
+        beating["iteration"] = 1.0
+        monkeypatch.setattr(sys, "argv", [f"{script.SCRIPT}.py", *flags])
+        with pytest.raises((KeyboardInterrupt, SystemExit)) if ends else nullcontext():
+            script.main()
+        assert not beating and watched == seconds and handled == both
+        handled.clear()
+    script.save_checkpoint(Path(), script.Args(), {}, {})
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--evaluate", "."])
+    script.main()
+    assert watched == [9, 9] and not handled
+    assert capsys.readouterr().out == "return 2.00 +- 1.00 over 2 episodes\n"
+
+
+def test_second_signal_ends_at_once(monkeypatch, capsys):
+    """Ctrl-C is Python's own again, while SIGTERM, which torchrun passes on, may come twice."""
+    handlers = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(ppo.Run, "stop_signal", 0)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        ppo.stop_after_iteration(signum, None)
+        assert ppo.Run.stop_signal == signum and handlers == {signal.SIGINT: signal.SIG_DFL}
+    assert capsys.readouterr().err == 2 * "stopping after this iteration\n"
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-3])
@@ -518,7 +570,7 @@ def test_checkpoint_is_never_half_written(script, monkeypatch):
 
     monkeypatch.setattr(torch, "save", die_half_way)
     with pytest.raises(KeyboardInterrupt):
-        script.save_checkpoint(run_dir, script.Args(), {}, iteration=0)
+        script.save_checkpoint(run_dir, script.Args(), {}, dict(iteration=0))
     assert (run_dir / "checkpoint.pt").read_bytes() == before
 
 
@@ -536,7 +588,7 @@ def test_signal_saves_and_exits(script, signum, code):
     assert err.count("stopping after this iteration") == 1
     state = script.load_checkpoint(run_dir)
     assert state["iteration"] > 0
-    assert scalars(run_dir, "charts/SPS")[-1][0] == state["iteration"] * state["args"].batch_size
+    assert steps_of(run_dir)[-1] == state["iteration"] * state["args"].batch_size
 
 
 def test_same_seed_same_numbers(script):
@@ -556,7 +608,8 @@ def test_non_finite_loss_stops_the_run(vector_script):
     with pytest.raises(SystemExit) as end:
         vector_script.train(args)
     (run_dir,) = Path("runs").iterdir()
-    assert re.search(f"iteration 3: not finite: .*{run_dir}/checkpoint.pt, of iteration 2", end.value.code)
+    words = rf"step 192: not finite: \{{'losses/.* nan.*\}}, and rewards; last good checkpoint: "
+    assert re.fullmatch(f"{words}{run_dir}/checkpoint.pt, of iteration 2", end.value.code), end.value.code
     state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
     assert state["iteration"] == 2 and len(state["agent"]) == 12
     assert all(x.isfinite().all() for x in state["agent"].values())
@@ -567,18 +620,19 @@ def test_non_finite_loss_stops_the_run(vector_script):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_non_finite_loss_of_another_process_stops_the_run(script, rank, monkeypatch):
     """All processes end in one iteration. The first one saves, and so knows the last good checkpoint."""
-    original = script.over_processes
+    original = script.Run.check_finite
 
-    def over_processes(operation, x):
-        if x is not False:  # of whether its own losses are not finite
-            return original(operation, x)
-        monkeypatch.setattr(script, "RANK", rank)
-        return 1.0
+    def check_finite(*args):
+        with monkeypatch.context() as patch:
+            patch.setattr(script, "RANK", rank)
+            patch.setattr(script, "over_processes", lambda operation, x: x + 1.0)
+            original(*args)
 
-    monkeypatch.setattr(script, "over_processes", over_processes)
+    monkeypatch.setattr(script.Run, "check_finite", check_finite)
     with pytest.raises(SystemExit) as end:
         script.train(small_args(script))
-    assert "last good checkpoint: none" in end.value.code if rank == 0 else end.value.code == 1
+    words = "not finite: a number of another process; last good checkpoint: none"
+    assert end.value.code.endswith(words) if rank == 0 else end.value.code == 1
 
 
 @pytest.mark.parametrize("name", SCRIPTS | OTHERS)
@@ -649,9 +703,10 @@ def test_logs_and_progress(vector_script, capsys):
     run_dir = vector_script.train(vector_script.Args(total_timesteps=2048))
     assert re.fullmatch(rf"runs/CartPole-v1__{vector_script.SCRIPT}__1__\d+", str(run_dir))
     assert len(scalars(run_dir, "charts/episodic_return")) > 20
-    for tag in "charts/SPS charts/learning_rate losses/policy_loss losses/approx_kl".split():
-        points = scalars(run_dir, tag)
-        assert [step for step, _ in points] == [512, 1024, 1536, 2048] and np.isfinite(points).all()
+    tags = "charts/learning_rate losses/policy_loss losses/approx_kl losses/grad_norm charts/SPS".split()
+    for tag in tags:
+        points, steps = scalars(run_dir, tag), [512, 1024, 1536, 2048]
+        assert [step for step, _ in points] == steps[tag == "charts/SPS" :] and np.isfinite(points).all()
     out, err = capsys.readouterr()
     assert out == f"{run_dir}\n"
     assert re.search(r"2\.05k/2\.05k .*step/s.* return \d+\.\d\]\n", err)
@@ -743,7 +798,7 @@ def test_tracking_offline_and_resumed_as_the_same_run():
     ids = [path.name.split("-", 4)[-1] for path in Path("wandb").glob("offline-run-*")]
     files = list(Path("wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2 and {f.stem for f in files} == {f"run-{run_dir.name}"}, ids
-    assert [step for step, _ in scalars(run_dir, "charts/SPS")] == [512, 1024, 1536, 2048]
+    assert steps_of(run_dir) == [512, 1024, 1536, 2048]
 
 
 def test_track_without_wandb(script, monkeypatch, capsys):
@@ -754,10 +809,10 @@ def test_track_without_wandb(script, monkeypatch, capsys):
 
 
 def test_copy_in_an_empty_folder_runs(script):
-    shutil.copy(ROOT / f"{script.SCRIPT}.py", "copied.py")
+    Path("copied.py").write_text(with_fields_of_ones_own(script))
     batch = "--batch-unrolls" if script in (impala_vtrace, ppo_async) else "--num-minibatches"
     batch = "--batch-sequences" if script is ngu_r2d2 else batch
-    flags = ["--num-envs", "2", "--num-steps", "16", "--total-timesteps", "64", batch, "2"]
+    flags = ["--num-envs", "2", "--num-steps", "16", "--total-timesteps", "64", batch, "2", "--coef", "-2"]
     subprocess.run([sys.executable, "-I", "copied.py", *flags], check=True, capture_output=True)
     (run_dir,) = Path("runs").iterdir()
     assert "__copied__1__" in run_dir.name and (run_dir / "checkpoint.pt").exists()
@@ -800,15 +855,42 @@ def test_compile_runs_and_agrees():
 def test_both_generations_of_mujoco_run(script, env_id):
     run_dir = script.train(small_args(script, env_id=env_id))
     losses = scalars(run_dir, "losses/value_loss")
-    assert len(losses) == len(scalars(run_dir, "charts/SPS")) == 1 and np.isfinite(losses).all()
+    assert len(losses) == len(steps_of(run_dir)) == 1 and np.isfinite(losses).all()
 
 
-def test_nan_is_never_logged(tmp_path):
-    writer, bar = ppo.start_logging(ppo.Args(), tmp_path, 0)
-    ppo.log(writer, 512, {"a": 1.0, "b": np.nan})
-    bar.close()
-    writer.close()
-    assert scalars(tmp_path, "a") == [(512, 1.0)] and not scalars(tmp_path, "b")
+def test_nan_is_never_logged():
+    """A loss that is NaN ends the run; another number that is, is left out. Tensors are numbers."""
+    run = ppo.Run(ppo.Args(total_timesteps=512))
+    for _ in run.iterations():
+        run.step += 512
+        run.log({"a": torch.tensor(1.0)}, {"b": np.nan, "c": torch.tensor(2.0), "d": torch.tensor(np.inf)})
+        with pytest.raises(SystemExit, match="step 512: not finite: {'losses/a': nan}; last good"):
+            run.log({"a": torch.tensor(np.nan)}, {})
+    run.writer.close()
+    tags = EventAccumulator(str(run.folder)).Reload().Tags()["scalars"]
+    assert tags == ["losses/a", "c"]
+    assert scalars(run.folder, "losses/a") == [(512, 1.0)] and scalars(run.folder, "c") == [(512, 2.0)]
+
+
+def test_speed_is_measured_from_the_second_iteration_on(monkeypatch):
+    """The first one may compile, and starts the environments. A run that goes on counts its own steps."""
+    clock, per_iteration = [100.0], [1000.0, 2.0, 4.0]
+
+    class Time:
+        time_ns, sleep, monotonic = time.time_ns, time.sleep, staticmethod(lambda: clock[0])
+
+    monkeypatch.setattr(ppo, "time", Time)
+    args = ppo.Args(total_timesteps=3 * 512)
+    for iteration, total in ((0, 3 * 512), (3, 6 * 512)):
+        args = replace(resumed(ppo, run.folder) if iteration else args, total_timesteps=total)
+        run = ppo.Run(args)
+        for k in run.iterations():
+            run.count_steps(512, {})
+            clock[0] += per_iteration[k - iteration]
+            run.log({}, {})
+        run.writer.close()
+    speeds = [(2 * 512, 256.0), (3 * 512, 1024 / 6), (5 * 512, 256.0), (6 * 512, 1024 / 6)]
+    assert scalars(run.folder, "charts/SPS") == pytest.approx(speeds)
 
 
 def test_numbers_that_an_environment_reports_are_logged(script):
@@ -828,17 +910,131 @@ def test_numbers_that_an_environment_reports_are_logged(script):
     assert not {"charts/place", "charts/name", "charts/episode"} & {*tags}
 
 
+OWN_FIELDS = "    warmup: int = 0\n    coef: float = -0.1\n    rate: float = float('nan')\n"
+
+
+def with_fields_of_ones_own(script):
+    """Source of a script with three more arguments, all of them values that a count or a rate cannot be."""
+    source, field = (ROOT / f"{script.SCRIPT}.py").read_text(), "    seed: int = 1"
+    assert source.count(field) == 1
+    return source.replace(field, OWN_FIELDS + field)
+
+
+@pytest.mark.parametrize("name", SCRIPTS | OTHERS)
+def test_only_fields_of_the_script_are_checked(name, monkeypatch, capsys):
+    script = (SCRIPTS | OTHERS)[name]
+    Path("copied.py").write_text(with_fields_of_ones_own(script))
+    copied = runpy.run_path("copied.py")
+    args = copied["Args"]()
+    assert (args.warmup, args.coef) == (0, -0.1) and np.isnan(args.rate)
+    monkeypatch.setattr(sys, "argv", "copied.py --warmup -3 --coef -inf".split())
+    args = copied["parse_args"]()
+    assert (args.warmup, args.coef) == (-3, -np.inf)
+    with pytest.raises(ValueError, match="num_envs cannot be 0"):
+        copied["Args"](num_envs=0)
+
+
+@pytest.mark.parametrize("name", SCRIPTS | OTHERS)
+def test_a_second_loss_may_stand_anywhere_in_the_loop(name, monkeypatch):
+    """Only what needs no gradients, as acting, is without them."""
+    script, places = (SCRIPTS | OTHERS)[name], []
+    methods = {method: getattr(script.Run, method) for method in ("iterations", "count_steps", "log")}
+
+    def second_loss(run, place):
+        parameters = [x for x in run.parts["agent"].parameters() if x.requires_grad]
+        loss = sum(x.square().mean() for x in parameters)
+        assert all(x.isfinite().all() for x in torch.autograd.grad(loss, parameters))
+        places.append(place)
+
+    def iterations(run):
+        for iteration in methods["iterations"](run):
+            second_loss(run, "iterations")
+            yield iteration
+
+    monkeypatch.setattr(script.Run, "iterations", iterations)
+    for method in ("count_steps", "log"):
+
+        def spy(run, *args, method=method, **data):
+            methods[method](run, *args, **data)
+            second_loss(run, method)
+
+        monkeypatch.setattr(script.Run, method, spy)
+    args = small_args(script)
+    script.train(replace(args, total_timesteps=2 * args.batch_size))
+    assert places.count("iterations") == places.count("log") == 2 <= places.count("count_steps")
+
+
+@pytest.mark.parametrize("name", SCRIPTS | OTHERS)
+def test_randomness_of_python_and_numpy_repeats(name, monkeypatch):
+    """Whoever uses random or np.random in the loop has the same numbers with the same seed, resumed or not."""
+    script, drawn, original = (SCRIPTS | OTHERS)[name], [], (SCRIPTS | OTHERS)[name].Run.count_steps
+
+    def count_steps(run, *args):
+        original(run, *args)
+        drawn.append((run.step, random.random(), np.random.random()))
+
+    def drawn_by(args):
+        drawn.clear()
+        run_dir = script.train(args)
+        return run_dir, drawn.copy()
+
+    monkeypatch.setattr(script.Run, "count_steps", count_steps)
+    args = small_args(script)
+    args.total_timesteps = 2 * args.batch_size
+    (_, first), (run_dir, again), (_, other) = (drawn_by(replace(args, seed=seed)) for seed in (1, 1, 2))
+    assert first == again and len({x for _, *pair in first + other for x in pair}) == 4 * len(first)
+    _, rest = drawn_by(replace(resumed(script, run_dir), total_timesteps=4 * args.batch_size))
+    _, whole = drawn_by(replace(args, total_timesteps=4 * args.batch_size))
+    assert whole == again + rest and len(whole) == 2 * len(again)
+
+
+OBSERVED = [(name, QUICK.get(script, "CartPole-v1")) for name, script in (SCRIPTS | OTHERS).items()]
+OBSERVED += [
+    (name, "BreakoutNoFrameskip-v4") for name in ("ppo_lstm", "impala_vtrace", "ppo_async", "ngu_r2d2")
+]
+OBSERVED += [("ngu_r2d2", "MiniGrid-DoorKey-5x5-v0"), ("impala_vtrace", "FloatImage-v0")]
+
+
+@pytest.mark.parametrize("name,env_id", OBSERVED)
+def test_an_observation_is_not_overwritten_by_the_next_step(name, env_id):
+    """Whoever keeps it, as for the novelty of what comes after, keeps what was seen."""
+    script = (SCRIPTS | OTHERS)[name]
+    args = small_args(script, env_id=env_id)
+    envs = script.make_env(*([env_id] if script is impala_vtrace else []), args, 2)
+    kept = [(obs := envs.reset(seed=1)[0], np.array(obs))]
+    for n in range(60):
+        obs, _, _, _, info = envs.step(np.stack([envs.single_action_space.sample() for _ in range(2)]))
+        kept.append((obs, np.array(obs)))
+        kept += [(x, np.array(x)) for x in info.get("final_obs", ()) if x is not None]
+    for seen, copy in kept:
+        np.testing.assert_array_equal(seen, copy)
+    assert len({copy.tobytes() for _, copy in kept}) > 5
+    envs.close()
+
+
 @pytest.mark.parametrize("name", ["ppo", "ppo_shared", "ppo_continuous"])
-def test_acting_beside_the_network_is_compared_with_it(name, monkeypatch):
-    """Whoever changes forward() alone trains off another policy than the one that acts: that is an error."""
-    script = SCRIPTS[name]
-    original = script.Agent.forward
-    monkeypatch.setattr(script.Agent, "forward", lambda self, obs: original(self, 3 * obs + 1))
-    if script is not ppo_continuous:  # far from the first policy, which is almost uniform
-        init = script.layer_init
-        monkeypatch.setattr(script, "layer_init", lambda layer, std=2**0.5: init(layer, std=2**0.5))
-    with pytest.raises(RuntimeError, match="actor_in_numpy"):
-        script.train(small_args(script, env_id=QUICK.get(script, "CartPole-v1"), total_timesteps=2048))
+def test_a_changed_policy_acts_trains_and_is_evaluated(name, monkeypatch):
+    """There is one, Agent.policy(). Here it is as good as sure of one action."""
+    script, taken = SCRIPTS[name], []
+    policy, step = script.Agent.policy, gym.vector.SyncVectorEnv.step
+
+    def changed(self, obs):
+        dist = policy(self, obs)
+        if script is ppo_continuous:
+            return type(dist)(0.0 * dist.mean + 0.75, 0.0 * dist.std + 1e-3)
+        return type(dist)(dist.logprobs + torch.tensor([0.0, 50.0]))
+
+    def spy(self, actions):
+        taken.extend(actions)
+        return step(self, actions)
+
+    monkeypatch.setattr(script.Agent, "policy", changed)
+    monkeypatch.setattr(gym.vector.SyncVectorEnv, "step", spy)
+    args = small_args(script, env_id=QUICK.get(script, "CartPole-v1"), update_epochs=1, num_minibatches=1)
+    run_dir = script.train(args)
+    script.evaluate(replace(args, evaluate=str(run_dir), eval_episodes=1))
+    assert len(taken) > 64 and np.allclose(taken, 0.75 if script is ppo_continuous else 1, atol=0.02)
+    assert all(abs(x) < 1e-5 for _, x in scalars(run_dir, "losses/approx_kl"))
 
 
 @pytest.mark.parametrize("name", SCRIPTS | OTHERS)

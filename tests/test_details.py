@@ -633,8 +633,8 @@ def log_ratios(monkeypatch, script):
 
 
 @pytest.mark.parametrize("name", ["ppo", "ppo_shared", "ppo_continuous"])
-def test_acting_in_numpy_draws_from_the_policy(name, monkeypatch):
-    """Of a policy that is far from uniform: actions are as likely as it says, and always new."""
+def test_actions_are_drawn_from_the_policy(name, monkeypatch):
+    """One that is far from uniform: actions are as likely as it says, and always new."""
     script = SCRIPTS[name]
     init = script.layer_init
     monkeypatch.setattr(script, "layer_init", lambda layer, std=2**0.5: init(layer, std=2**0.5))

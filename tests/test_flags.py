@@ -7,7 +7,9 @@ one of two is seen.
 """
 
 import functools
+import random
 import shutil
+import signal
 import sys
 import threading
 from dataclasses import fields, replace
@@ -22,8 +24,8 @@ from laws import check, ppo_numbers
 from traced import SMALL, Games, Run, Traced, hook_environments, record
 
 ALL = SCRIPTS | OTHERS
-# What a run shows, in the order of cause and effect; each stage from timers on stands for itself.
-STAGES = "environments agent actions batch update run logged saved timers compiled tracked threads".split()
+# What a run shows, in the order of cause and effect; each stage from saved on stands for itself.
+STAGES = "environments agent actions batch update run logged saved compiled tracked threads".split()
 
 # field: (stage, flags of the second run, flags of both), or the name of a test of this file
 COMMON = dict(
@@ -32,7 +34,7 @@ COMMON = dict(
     seed=("environments", dict(seed=2), {}),
     num_envs=("environments", dict(num_envs=4), {}),
     num_steps=("actions", dict(num_steps=4), {}),
-    stall_seconds=("timers", dict(stall_seconds=7), {}),
+    stall_seconds="test_stall_seconds",
     gamma=("batch", dict(gamma=0.6), dict(bootstrap_truncated=True)),
     learning_rate=("update", dict(learning_rate=0.003), {}),
     anneal_lr=("run", dict(anneal_lr=False), {}),
@@ -207,7 +209,6 @@ def stages(run: Run) -> dict:
         run=[len(run.losses), *(step.after for step in run.steps)],
         logged=run.logged,
         saved=[(state["iteration"], sorted(state)) for state in run.saved],
-        timers=sorted(set(run.timers)),
         compiled=len(run.compiled) > 0,
         tracked=run.tracked,
         threads=len(run.threads),
@@ -264,6 +265,27 @@ def test_seed_reaches_each_thing_that_is_random(name):
     assert not same(actions[:, :T], actions[:, T : 2 * T])  # iterations
     drawn = one.orders or draws(one)
     assert len({x.tobytes() for x in drawn}) == len(drawn)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_seed_reaches_the_modules_random_and_numpy_random(name, monkeypatch):
+    """For environments and changed scripts: as good as new in each iteration, and in a run with the same seed."""
+    drawn, step = [], Traced.step
+
+    def drawing_step(self, action):
+        drawn.append((random.random(), np.random.random()))
+        return step(self, action)
+
+    monkeypatch.setattr(Traced, "step", drawing_step)
+    found = []
+    for seed in (1, 1, 2):
+        record(ALL[name], seed=seed)
+        found.append(list(drawn))
+        drawn.clear()
+    assert found[0] == found[1]
+    for numbers in zip(*found[0], strict=True), zip(*found[2], strict=True):
+        assert all(len(set(x)) == len(x) for x in numbers)
+    assert not {x for pair in found[0] for x in pair} & {x for pair in found[2] for x in pair}
 
 
 def actions_of(run: Run) -> np.ndarray:
@@ -362,6 +384,24 @@ def test_device(name, monkeypatch, capsys):
     assert "no GPU" in one_line(capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_stall_seconds(name, monkeypatch):
+    """main() alone starts a thread that watches all heartbeats, if it is asked to, and ends what it watches."""
+    script, watched, run_dir = ALL[name], [], str(finished(name).run_dir)
+    thread = lambda target, args, daemon: SimpleNamespace(start=lambda: watched.append((target, args, daemon)))  # noqa: E731
+    monkeypatch.setattr(script, "threading", SimpleNamespace(Thread=thread))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(script, "train", lambda args: script.heartbeat("iteration"))
+    monkeypatch.setattr(script, "evaluate", lambda args: [1.0])
+    for mode in ([], ["--evaluate", run_dir]):
+        for seconds in (0, 7):
+            monkeypatch.setattr(sys, "argv", ["x.py", *mode, "--stall-seconds", str(seconds)])
+            script.main()
+            assert watched == ([(script.watch_heartbeats, [seconds], True)] if seconds else [])
+            assert script.HEARTBEATS == {}
+            watched.clear()
+
+
 @functools.cache
 def finished(name: str) -> Run:
     """A run whose checkpoint is on the disk."""
@@ -388,8 +428,8 @@ def test_resume(name):
 
 
 def play(name: str, **flags):
-    """Returns of --evaluate, its environments, and the folder for videos."""
-    script, run_dir, folders = ALL[name], str(finished(name).run_dir), []
+    """Returns of --evaluate, its environments, the folder for videos, and arguments of training."""
+    script, run_dir, folders, beats = ALL[name], str(finished(name).run_dir), [], []
     saved = script.load_checkpoint(run_dir)["args"]
     with pytest.MonkeyPatch.context() as patch:
         hook_environments(script, patch)
@@ -400,7 +440,9 @@ def play(name: str, **flags):
             return make_env(*args[:-1])
 
         patch.setattr(script, "make_env", noted)
+        patch.setattr(script, "heartbeat", beats.append)
         returns = script.evaluate(replace(saved, evaluate=run_dir, **flags))
+        assert beats == ["evaluation"] * (1 + len(Traced.made[0].steps))
         return returns, Traced.made, folders, saved
 
 

@@ -159,21 +159,28 @@ def seconds(num_steps: int, num_losses: int) -> float:
     return num_steps * STEP_SECONDS + num_losses * LOSS_SECONDS
 
 
+def speeds(times: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Steps per second since the end of the first iteration, by steps and seconds at the end of each."""
+    (first_step, start), *others = times
+    return [(step, (step - first_step) / (now - start)) for step, now in others]
+
+
 def expected_in_step(run: Run) -> dict[str, list]:
     """PPO whose rollouts and updates alternate."""
-    tags, k, args = defaultdict(list), 0, run.args
+    tags, times, k, args = defaultdict(list), [], 0, run.args
     for i, (calls, rollout) in enumerate(rollouts(run)):
         step = (i + 1) * args.num_envs * args.num_steps
         numbers = [ppo_numbers(run, k + j) for j in range(len(calls))]
         k += len(calls)
         for name in ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl"):
             tags[f"losses/{name}"].append((step, numbers[-1][name]))
+        tags["losses/grad_norm"].append((step, calls[-1].norm))
         tags["losses/clipfrac"].append((step, np.mean([x["clipped"].mean() for x in numbers])))
         left = (rollout["returns"] - rollout["values"]).var() / rollout["returns"].var()
         tags["losses/explained_variance"].append((step, 1 - left))
         tags["charts/learning_rate"].append((step, clip_and_lr(run, k - 1)[1]))
-        tags["charts/SPS"].append((step, step / seconds(step, k)))
-    return tags
+        times.append((step, seconds(step, k)))
+    return tags | {"charts/SPS": speeds(times)}
 
 
 def rates(batches: list, num_losses: int, steps_of_batch: int, reuse: float, run: Run) -> dict[str, float]:

@@ -37,6 +37,11 @@ def f(x: int = 0, *rest, end=None):
 
 def plumbing(x):
     return x + 1
+
+
+class Run:
+    def count_steps(self, n):
+        self.step += n
 '''
 EXPECTED = """
 def f(x: int = 1, *rest, end=None):
@@ -56,6 +61,8 @@ return g(x, rest, axis=True) - (x) * 1.5
 return g(rest, x, axis=True) - (x) * 0.5
 return g(x, rest) - (x) * 0.5
 return g(x, rest, axis=False) - (x) * 0.5
+self.step -= n
+pass
 """
 
 

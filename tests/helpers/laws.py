@@ -90,9 +90,13 @@ def taken(run, actions: np.ndarray) -> np.ndarray:
     return actions
 
 
-def law_of_timer(run):
-    """The timer of stalls is given as many seconds as were asked for."""
-    assert set(run.timers) == {run.args.stall_seconds}
+def law_of_heartbeats(run):
+    """The training loop says that it goes on once before it begins, and as each iteration begins."""
+    counts = [count for loop, count in run.heartbeats if loop == "iteration"]
+    assert len(counts) == 1 + run.args.num_iterations and counts == sorted(counts)
+    if not hasattr(run.args, "num_actors"):  # whose actors may be ahead
+        size = run.args.num_envs * run.args.num_steps
+        assert counts == [0, *range(0, run.args.num_iterations * size, size)]
 
 
 def law_of_environments(run):
@@ -510,5 +514,5 @@ LAWS = {
 
 
 def check(run):
-    for law in (law_of_timer, *LAWS[run.script.SCRIPT]):
+    for law in (law_of_heartbeats, *LAWS[run.script.SCRIPT]):
         law(run)

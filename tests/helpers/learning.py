@@ -28,7 +28,7 @@ def agent_after(script, env_id, steps, **flags):
     flags = dict(num_steps=32, learning_rate=2.5e-3) | flags
     args = small_args(script, env_id=env_id, total_timesteps=steps, **flags)
     run_dir = script.train(args)
-    agent = script.Agent(script.make_env(args, 1))
+    agent = script.Agent(script.make_env(args, 1)).requires_grad_(False)
     script.load_checkpoint(run_dir, dict(agent=agent))
     return agent, run_dir
 
@@ -37,7 +37,6 @@ def last_mean(run_dir, tag="charts/episodic_return"):
     return float(np.mean([x for _, x in scalars(run_dir, tag)[-100:]]))
 
 
-@torch.no_grad()
 def value_of_an_observation(script, seed):
     """The reward is the sign that was seen: the value's error."""
     agent, _ = agent_after(script, "RewardByObservation-v0", 8_000, seed=seed)
@@ -45,7 +44,6 @@ def value_of_an_observation(script, seed):
     return dict(error=(values - torch.tensor([-1.0, 1.0])).abs().max().item())
 
 
-@torch.no_grad()
 def action_of_an_observation(script, seed):
     """+1 for the action that the observation names, else -1: that action's probability."""
     agent, run_dir = agent_after(script, "RewardByAction-v0", 8_000, seed=seed)
@@ -53,7 +51,6 @@ def action_of_an_observation(script, seed):
     return {"probability": probabilities.diag().min().item(), "return": last_mean(run_dir)}
 
 
-@torch.no_grad()
 def delayed_reward(script, seed):
     """The reward of the first of five actions comes at the end."""
     agent, _ = agent_after(script, "DelayedReward-v0", 16_000, seed=seed)
@@ -69,7 +66,6 @@ def cartpole(script, seed):
     return {"return": float(np.mean(script.evaluate(args)))}
 
 
-@torch.no_grad()
 def best_continuous_action(script, seed):
     """The reward is 1 at half of what is observed: the mean's error."""
     env_id, flags = "RewardByContinuousAction-v0", dict(num_steps=64, update_epochs=10, learning_rate=3e-3)

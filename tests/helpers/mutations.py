@@ -1,8 +1,8 @@
 """The mutants of a script, for mutants.py: each is its source with one change of the algorithm.
 
-The algorithm is what stands above the line "From here on nothing is the algorithm's", or where there is none,
-all sections but PLUMBING_SECTIONS. Statements within it that are plumbing, or that only make it faster
-(PLUMBING), are left as they are.
+The algorithm is what stands above the line "From here on nothing is the algorithm's", but for arguments, and of
+what is below it NUMBERS, by which logged numbers, seeds and gradients come about. Statements within it that are
+plumbing, or that only make it faster (PLUMBING), are left as they are.
 """
 
 import ast
@@ -11,11 +11,11 @@ import warnings
 from typing import NamedTuple
 
 BORDER = "From here on nothing is the algorithm's"
-PLUMBING_SECTIONS = "Arguments", "Logs and checkpoints", "Main"
+NUMBERS = "Run", "ended_episodes", "start_process", "seed_all", "over_processes", "flatten"
 PLUMBING = re.compile(
-    r"faulthandler|stall_timer|StallTimer|atexit|signum|\bstop\b|sys\.exit|\bfail\(|\bmessage\b|time\.time|writer|\bbar\b"
-    r"|\block\(|start_logging|\brun_(dir|name|lock)\b|_checkpoint\(|\bsaved\b|\.compile|cuda|Graph|\.close\("
-    r"|\braise\b|\brun = |mallopt|set_num_threads|set_flush_denormal"
+    r"heartbeat|atexit|signum|stop_signal|sys\.exit|\bfail|\bmessage\b|\bcauses\b|\bgood\b|writer|\bbar\b|time_ns|tqdm"
+    r"|\block\(|start_logging|\bname\b.*replace|\bfolder\b|_checkpoint\(|\bsaved\b|compile|cuda|Graph|\.close\("
+    r"|\braise\b|\bexcept\b|isatty|\btotal = |mallopt|set_num_threads|set_flush_denormal"
 )
 OPERATORS = {
     ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"),
@@ -57,13 +57,14 @@ class Mutant(NamedTuple):
 
 def algorithm(source):
     """The statements of a script that may be changed, from top to bottom."""
-    lines, section, sections = source.splitlines(), None, []
-    for line in lines:
+    section, sections = None, []
+    for line in source.splitlines():
         if title := re.match(r"# === (.*?) =+$", line):
-            section = "Main" if BORDER in line or section == "Main" else title[1]
+            section = BORDER if BORDER in line else title[1]
         sections.append(section)
     for node in ast.parse(source).body:
-        if sections[node.lineno - 1] not in (None, *PLUMBING_SECTIONS):
+        is_below = sections[node.lineno - 1] == BORDER
+        if getattr(node, "name", "") in NUMBERS if is_below else sections[node.lineno - 1] not in (None, "Arguments"):
             yield node
 
 

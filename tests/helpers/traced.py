@@ -222,13 +222,18 @@ class Run(SimpleNamespace):
 
     script, args, run_dir; environments; initial: parameters; losses: calls of the loss function; steps: of
     the optimizers; orders: of minibatches; logged: (tag, step, value); saved: checkpoints; bars: what the
-    progress bar said; timers: seconds; compiled: functions; threads: in which environments were stepped.
+    progress bar said; heartbeats: (loop, steps of the environments so far); compiled: functions; threads: in
+    which environments were stepped.
     """
 
     def iterations(self) -> list[list[SimpleNamespace]]:
         """Calls of the loss, grouped by the number of environment steps before them."""
         counts = sorted({call.count for call in self.losses})
         return [[call for call in self.losses if call.count == count] for count in counts]
+
+
+def steps_so_far() -> int:
+    return sum(len(env.steps) for env in Traced.made)
 
 
 def hook_loss(run: Run, patch: pytest.MonkeyPatch):
@@ -239,7 +244,7 @@ def hook_loss(run: Run, patch: pytest.MonkeyPatch):
     def loss(agent, *arguments):
         result = original(agent, *arguments)
         batch = next(x for x in arguments if isinstance(x, dict))
-        call = SimpleNamespace(count=sum(len(env.steps) for env in Traced.made))
+        call = SimpleNamespace(count=steps_so_far())
         call.batch = {key: x.detach().clone() for key, x in batch.items()}
         is_first = not run.losses or run.losses[-1].count < call.count
         call.agent = deepcopy(agent) if is_first else None
@@ -302,6 +307,11 @@ def hook_agent(run: Run, patch: pytest.MonkeyPatch, adapt):
     patch.setattr(run.script.Agent, "__init__", init)
 
 
+@torch.no_grad()
+def gaussian(x, std=1.0):
+    return x.normal_(0, std / x[0].numel() ** 0.5)
+
+
 def hook_libraries(run: Run, patch: pytest.MonkeyPatch, writes: bool):
     randperm, save, step = torch.randperm, torch.save, Traced.step
 
@@ -327,9 +337,9 @@ def hook_libraries(run: Run, patch: pytest.MonkeyPatch, writes: bool):
     patch.setattr(Traced, "step", stepped)
     if not writes:
         patch.setattr(SummaryWriter, "add_scalar", lambda self, *x: run.logged.append(x))
-        patch.setattr(torch.nn.init, "orthogonal_", lambda x, std=1: x.normal_(0, std / x[0].numel() ** 0.5))
+        patch.setattr(torch.nn.init, "orthogonal_", gaussian)
     patch.setattr(tqdm, "set_postfix_str", lambda self, text, **_: run.bars.append(text))
-    patch.setattr(run.script.StallTimer, "set", lambda _, seconds: run.timers.append(seconds))
+    patch.setattr(run.script, "heartbeat", lambda loop: run.heartbeats.append((loop, steps_so_far())))
 
 
 def hook_environments(script, patch: pytest.MonkeyPatch):
@@ -356,10 +366,8 @@ def record(script, adapt=lambda agent: None, writes=False, **flags) -> Run:
     begin as plain Gaussians, which costs less time.
     """
     args = script.Args(**SMALL[script.SCRIPT] | flags)
-    lists = {
-        name: [] for name in ("losses", "steps", "orders", "logged", "saved", "bars", "timers", "compiled")
-    }
-    run = Run(script=script, args=args, initial=None, threads=set(), **lists)
+    names = "losses", "steps", "orders", "logged", "saved", "bars", "heartbeats", "compiled"
+    run = Run(script=script, args=args, initial=None, threads=set(), **{name: [] for name in names})
     with pytest.MonkeyPatch.context() as patch:
         hook_environments(script, patch)
         hook_agent(run, patch, adapt)
