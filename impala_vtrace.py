@@ -3,7 +3,10 @@
 # dependencies = ["ale-py>=0.12", "filelock>=3.13", "gymnasium[classic-control]>=1.4", "numpy", "tensorboard",
 #     "torch>=2.6", "tqdm", "tyro>=1"]
 # ///
+# ruff: noqa: E402  (what only the lower part needs is imported there)
 """IMPALA: actors that run ahead of a learner, and V-trace for the lag between them. Atari, images, vectors.
+
+    environments -> act() -> queue -> learn() -> publish() -> act()
 
     python impala_vtrace.py --env-id PongNoFrameskip-v4       # every field of Args is a flag; see --help
     python impala_vtrace.py --env-id PongNoFrameskip-v4,BreakoutNoFrameskip-v4      # one network, two tasks
@@ -13,34 +16,20 @@
     torchrun --nproc-per-node 2 impala_vtrace.py              # two learners, each with actors of its own
 
 Paper    Espeholt et al. 2018, https://arxiv.org/abs/1802.01561; its equations and sections are at the lines
-Shapes   T = num_steps, N = environments of a group, B = unrolls of a batch / processes. An unroll has T + 1
+Shapes   T = num_steps, N = environments of a group, B = segments of a batch / processes. A segment has T + 1
          observations; the last is the first of the next one. Step t has actions[t] = last_actions[t + 1], and
          rewards and ends alike: an observation comes with what led to it, as the LSTM wants to see it.
 """
 
-import argparse
-import atexit
-import ctypes
-import faulthandler
+import itertools
 import math
 import os
-import queue
-import signal
-import sys
-import threading
-import time
-from collections import Counter, deque
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ContextDecorator
 from copy import deepcopy
-from dataclasses import asdict, dataclass, fields
-from importlib.util import find_spec
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Literal, NoReturn
-from zipfile import BadZipFile, ZipFile
+from queue import SimpleQueue
+from threading import Semaphore, Thread
+from typing import Literal
 
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # before torch: its idle threads leave emulators the cores
 
@@ -49,16 +38,10 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
-import tyro
 from ale_py.vector_env import AtariVectorEnv
-from filelock import FileLock
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
-SCRIPT = Path(__file__).stem
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # rank on this machine; each has a GPU
 
 # === Arguments ===============================================================================
 
@@ -67,14 +50,13 @@ LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # rank on this machine; each 
 class Args:
     env_id: str = "BreakoutNoFrameskip-v4"  # Gymnasium id of the task, or of several: A,B
     total_timesteps: int = 10_000_000  # environment steps, summed over the parallel environments
-    seed: int = 1  # seeds PyTorch and the environments; nothing else is random
+    seed: int = 1  # seeds Python, NumPy, PyTorch and the environments; nothing else is random
 
     # actors
     num_envs: int = 32  # parallel environments, divided among torchrun's processes
     num_actors: int = 1  # threads of a process for each task, with two groups of environments each
-    num_steps: int = 20  # steps per environment and rollout (T)
+    num_steps: int = 20  # steps per environment and segment (T)
     sync: bool = False  # actors and learner in turn, in one thread
-    stall_seconds: int = 0  # end a run if an iteration, or a step of --evaluate, takes longer; 0: never
 
     # V-trace
     gamma: float = 0.99  # discount factor
@@ -82,13 +64,13 @@ class Args:
     rho_bar: float = 1.0  # clip of the importance weights that say which policy is valued
     c_bar: float = 1.0  # clip of the importance weights that say how far back a surprise counts
     vtrace_lambda: float = 1.0  # 0 is the one-step target, 1 the longest
-    rewards: Literal["clip", "soft-asymmetric", "raw"] = "clip"  # to [-1, 1], or as for DMLab-30
+    rewards: Literal["clip", "raw"] = "clip"  # clip rewards to [-1, 1]
     bootstrap_truncated: bool = False  # at a time limit, add gamma * value to the reward
 
     # update
-    batch_unrolls: int = 32  # unrolls in a batch, divided among torchrun's processes
+    batch_segments: int = 32  # segments in a batch, divided among torchrun's processes
     replay_fraction: float = 0.0  # share of a batch that comes from the replay
-    replay_unrolls: int = 10_000  # unrolls in the replay of a process, 6 GB of Atari's
+    replay_segments: int = 10_000  # segments in the replay of a process, 6 GB of Atari's
     learning_rate: float = 6e-4  # RMSProp's, before annealing
     anneal_lr: bool = True  # decay the learning rate linearly to 0
     rmsprop_decay: float = 0.99  # of the mean of squared gradients
@@ -111,6 +93,7 @@ class Args:
     wandb_entity: str | None = None  # Weights & Biases user or team
     log_every: int = 10  # iterations between logs of losses and rates; episodes are logged as they end
     save_every: int = 100  # iterations between checkpoints
+    stall_seconds: int = 0  # end a run if an iteration, or a step of --evaluate, takes longer; 0: never
     resume: str | None = None  # run folder to continue, with its own arguments where no flag is given
     evaluate: str | None = None  # run folder whose agent to evaluate instead of training
     eval_episodes: int = 10  # full episodes of --evaluate
@@ -129,72 +112,51 @@ class Args:
         return self.num_envs // self.num_groups
 
     @property
-    def new_unrolls(self) -> int:
-        return max(1, round(self.batch_unrolls * (1 - self.replay_fraction)))
+    def new_segments(self) -> int:
+        return max(1, round(self.batch_segments * (1 - self.replay_fraction)))
+
+    @property
+    def batch_groups(self) -> int:
+        """Groups whose segments are the new part of a batch, in each process."""
+        return self.new_segments // (WORLD_SIZE * self.group_size)
+
+    @property
+    def room(self) -> int:
+        """Pairs of groups whose segments may have been begun and not yet be taken by the learner.
+
+        So few that no actor is more than a batch ahead, where its segments fill whole batches.
+        """
+        actors = 1 if self.sync else self.num_groups // (WORLD_SIZE * 2)
+        return max(actors, math.ceil(self.batch_groups / 2))
 
     @property
     def batch_size(self) -> int:
-        return self.new_unrolls * self.num_steps
+        return self.new_segments * self.num_steps
 
     @property
     def num_iterations(self) -> int:
         return self.total_timesteps // self.batch_size
 
     def __post_init__(self):
-        # differs from ppo.py: groups of environments, unrolls and their replay
-        """Checks the values. tyro reports a ValueError as it reports a wrong flag."""
-        for field in fields(self):
-            name, x = field.name, getattr(self, field.name)
-            least = 1 if field.type is int and name not in ("seed", "stall_seconds") else 0
-            if type(x) in (int, float) and not least <= x < np.inf:
-                raise ValueError(f"{name} cannot be {x}")
-        groups, rest = self.num_groups, self.num_envs % self.num_groups
-        unit = WORLD_SIZE * max(1, self.group_size)
-        is_whole = self.new_unrolls % unit == 0 and self.batch_unrolls % WORLD_SIZE == 0
-        rules = {
-            "give --resume or --evaluate, not both": not (self.resume and self.evaluate),
-            "--capture-video records the episodes of --evaluate": self.evaluate or not self.capture_video,
-            "max_grad_norm must be above 0": self.max_grad_norm > 0,
-            "stall_seconds must be below 2**22": self.stall_seconds < 2**22,  # 48 days: Windows' limit
-            "seed + steps must be below 2**31": self.seed + self.total_timesteps + self.num_envs < 2**31,
-            "gamma and vtrace_lambda must be at most 1": max(self.gamma, self.vtrace_lambda) <= 1,
-            "--env-id needs at least one id": all(self.env_ids),
-            "replay_fraction must be below 1: new unrolls keep the replay alive": self.replay_fraction < 1,
-            f"num_envs must be a multiple of {groups}: two groups an actor and task": rest == 0,
-            f"a batch's {self.new_unrolls} new unrolls must be a multiple of {unit}, a group's": is_whole,
-            "total_timesteps must be at least new unrolls of a batch * num_steps": self.num_iterations >= 1,
-        }
-        for rule, is_kept in rules.items():
-            if not is_kept:
-                raise ValueError(rule)
-
-
-def fail(message: str) -> NoReturn:
-    """Reports a mistake of the user, not a bug, in one line on stderr; exit code 2."""
-    print(f"{SCRIPT}.py: error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
+        check(self)
 
 
 # === Environment =============================================================================
 
 
 def make_env(env_id: str, args: Args, num_envs: int, video_dir: Path | None = None) -> gym.vector.VectorEnv:
-    # differs from ppo.py: Atari games in C++, everything else as vectors or images, channels first
     """Vectorized environments, each reset within the step that ends its episode."""
     gym.register_envs(ale_py)
     same_step = dict(autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
     spec = gym.registry.get(env_id)
     if spec and spec.entry_point == "ale_py.env:AtariEnv":
-        if spec.kwargs["frameskip"] not in (1, 4):
-            fail(f"{env_id} skips a random number of frames: take a NoFrameskip-v4 or an ALE/...-v5 id")
+        check_game(spec, video_dir)
         kept = ("game", "repeat_action_probability", "full_action_space", "max_num_frames_per_episode")
         kwargs = {name: spec.kwargs[name] for name in kept} | same_step
         kwargs |= dict(reward_clipping=False, noop_max=31)  # 31 draws from 0 to 30
         kwargs["full_action_space"] |= len(args.env_ids) > 1  # several tasks: 18 actions, appendix G.1
         envs = AtariVectorEnv(num_envs=num_envs, **kwargs)
         if video_dir:  # a twin in colour, played with the same seeds and actions
-            if not find_spec("moviepy"):
-                fail("--capture-video: pip install moviepy")
             camera = dict(img_height=210, img_width=160, grayscale=False, stack_num=1)
             envs.camera = AtariVectorEnv(num_envs=num_envs, **kwargs, **camera)
         return envs
@@ -209,16 +171,10 @@ def make_env(env_id: str, args: Args, num_envs: int, video_dir: Path | None = No
         return as_array(gym.wrappers.RecordEpisodeStatistics(env))
 
     try:
-        envs = gym.vector.SyncVectorEnv([make] * num_envs, copy=False, **same_step)
+        envs = gym.vector.SyncVectorEnv([make] * num_envs, **same_step)
     except (gym.error.Error, ImportError) as error:
         fail(f"--env-id {env_id}: {error}")
-    if envs.envs[0].spec.entry_point == "ale_py.env:AtariEnv":  # without its frames, lives and no-ops
-        fail(f"--env-id {env_id}: write {envs.envs[0].spec.id}")
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
-        fail(f"{env_id} acts in {action_space}: try ppo_continuous.py, or Discrete actions from 0")
-    if not isinstance(obs_space, gym.spaces.Box):
-        fail(f"{env_id} observes {obs_space}: this script takes vectors and images")
+    check_spaces(env_id, envs)
     return envs
 
 
@@ -238,21 +194,6 @@ def as_array(env: gym.Env) -> gym.Env:
     return gym.wrappers.FlattenObservation(env) if isinstance(space, gym.spaces.Box) else env
 
 
-def ended_episodes(info: dict) -> list[dict[str, float]]:
-    """What to log of each episode that ended in a step: return, length and the numbers of its last info."""
-    if "final_info" not in info:
-        return []
-    final, episodes = info["final_info"], []
-    names = [name for name in final if f"_{name}" in final]  # _name marks the environments that have it
-    names = [name for name in names if np.ndim(final[name]) == 1 and final[name].dtype.kind in "biuf"]
-    for n in final["_episode"].nonzero()[0]:
-        scalars = {f"charts/{name}": float(final[name][n]) for name in names if final[f"_{name}"][n]}
-        scalars["charts/episodic_return"] = float(final["episode"]["r"][n])
-        scalars["charts/episodic_length"] = float(final["episode"]["l"][n])
-        episodes.append(scalars)
-    return episodes
-
-
 class Group:
     """Environments of a task that work while their caller does something else: send(), then receive().
 
@@ -260,9 +201,9 @@ class Group:
     where an episode begins). A life lost in an Atari game ends an episode, but not the game.
     """
 
-    def __init__(self, env_id: str, args: Args, num_envs: int, video_dir: Path | None = None):
-        self.env_id, self.envs = env_id, make_env(env_id, args, num_envs, video_dir)
-        self.is_atari = isinstance(self.envs, AtariVectorEnv)
+    def __init__(self, env_id: str, envs: gym.vector.VectorEnv, video_dir: Path | None = None):
+        self.env_id, self.envs = env_id, envs
+        self.is_atari = isinstance(envs, AtariVectorEnv)
         self.video_dir, self.video = video_dir if self.is_atari else None, []
 
     def reset(self, seed: int):
@@ -337,14 +278,13 @@ class Categorical:
 
 
 def layer_init(layer: nn.Module, std: float = 2**0.5) -> nn.Module:
-    # differs from ppo.py: no detail of IMPALA's
     nn.init.orthogonal_(layer.weight, std)
     nn.init.zeros_(layer.bias)
     return layer
 
 
 class Residual(nn.Module):
-    """Of the deep network: x and what two convolutions add to it."""
+    """Residual block: x + conv(relu(conv(relu(x))))."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -374,7 +314,7 @@ def convolutions(network: str, obs_shape: tuple[int, int, int]) -> nn.Sequential
     return nn.Sequential(*layers)
 
 
-class Agent(nn.Module):  # differs from ppo.py: shallow or deep convolutions, with or without an LSTM
+class Agent(nn.Module):
     def __init__(self, envs: gym.vector.VectorEnv, args: Args):
         super().__init__()
         obs_shape, self.amp = envs.single_observation_space.shape, args.amp
@@ -429,13 +369,12 @@ def sequences(starts: Tensor) -> list[slice]:
 
     oneDNN keeps compiled code for each length that it meets, so there are few of them.
     """
-    # A single step, as in acting, does not ask the device, which a CUDA graph could not.
-    is_start = starts.any(1).tolist() if len(starts) > 1 else [True]
+    is_start = starts.any(1).tolist() if len(starts) > 1 else [True]  # of a single step, a GPU is not asked
     begins = [0]
     for t in range(1, len(is_start)):
         if is_start[t] or t == begins[-1] + 16:
             begins.append(t)
-    return [slice(begin, end) for begin, end in pairwise([*begins, len(is_start)])]
+    return [slice(begin, end) for begin, end in itertools.pairwise([*begins, len(is_start)])]
 
 
 # === Algorithm ===============================================================================
@@ -460,31 +399,24 @@ def vtrace(ratio, rewards, discounts, values, bootstrap_value, rho_bar, c_bar, l
     return vs, pg_advantages
 
 
-def transform(rewards: Tensor, how: str) -> Tensor:
-    """Rewards as the learner sees them; soft-asymmetric is that of DMLab-30, in the authors' code."""
-    if how == "clip":
-        return rewards.clamp(-1, 1)
-    if how == "soft-asymmetric":
-        squeezed = 5 * (rewards / 5).tanh()
-        return torch.where(rewards < 0, 0.3 * squeezed, squeezed)
-    return rewards
-
-
 def impala_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor, dict]:
-    """Loss of unrolls (T + 1, B, ...), summed over time and batch, and the diagnostics to log, per step."""
+    """Loss of segments (T + 1, B, ...), summed over time and batch, and the diagnostics to log, per step."""
     dist, values, _ = agent(batch, batch["state"])
-    rewards = transform(batch["last_rewards"][1:], args.rewards) + batch["bootstraps"][1:]
+    rewards = batch["last_rewards"][1:]
+    if args.rewards == "clip":
+        rewards = rewards.clamp(-1, 1)
+    rewards = rewards + batch["bootstraps"][1:]
     discounts = args.gamma * ~batch["starts"][1:]
     values, last_value = values[:-1], values[-1]
     actions = batch["last_actions"].roll(-1, 0)  # what was done in each row; in the last one nothing was
     logprobs, entropy = dist.log_prob(actions)[:-1], dist.entropy()[:-1].sum()
 
     logratio = logprobs.detach() - batch["logprobs"]
-    ratio = logratio.exp()
-    weights, bars = ratio, (args.rho_bar, args.c_bar, args.vtrace_lambda)
-    if args.correction != "vtrace":  # the ablations of section 5.2.2: the n-step return, as if on-policy
-        weights, bars = torch.ones_like(ratio), (1.0, 1.0, 1.0)
-    vs, pg_advantages = vtrace(weights, rewards, discounts, values, last_value, *bars)
+    ratio, targets = logratio.exp(), (rewards, discounts, values, last_value)
+    if args.correction == "vtrace":
+        vs, pg_advantages = vtrace(ratio, *targets, args.rho_bar, args.c_bar, args.vtrace_lambda)
+    else:  # the ablations of section 5.2.2: the n-step return, as if on-policy
+        vs, pg_advantages = vtrace(torch.ones_like(ratio), *targets, 1.0, 1.0, 1.0)
     if args.correction == "one-step-is":  # corrects the policy gradient alone
         pg_advantages = ratio.clamp(max=args.rho_bar) * pg_advantages
     if args.correction == "epsilon":  # keeps the gradient of log pi from exploding
@@ -502,7 +434,7 @@ def impala_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Ten
 
 
 class RMSProp(nn.Module):
-    """TensorFlow's, for which the paper's values are: epsilon inside the root, squares begin with ones."""
+    """RMSProp as in TensorFlow, for the paper's values: epsilon inside the root, squares begin with ones."""
 
     def __init__(self, flat: nn.Parameter, decay: float, eps: float):
         super().__init__()
@@ -515,200 +447,178 @@ class RMSProp(nn.Module):
         flat.sub_(lr * flat.grad / (self.square_avg + self.eps).sqrt())
 
 
+@torch.no_grad()
+def average_with_neighbor(flat: Tensor):
+    """Averages the parameters with those of the previous rank: they travel around the ring."""
+    received = torch.empty_like(flat)
+    exchange = [torch.distributed.P2POp(torch.distributed.isend, flat.detach(), (RANK + 1) % WORLD_SIZE)]
+    exchange += [torch.distributed.P2POp(torch.distributed.irecv, received, (RANK - 1) % WORLD_SIZE)]
+    for work in torch.distributed.batch_isend_irecv(exchange):
+        work.wait()
+    flat.lerp_(received, 0.5)
+
+
 # === Actors ==================================================================================
 
 
 @dataclass
-class Unrolls:
+class Segments:
     """T steps of the N environments of a group, by one version of the agent."""
 
-    env_id: str
     version: int
-    data: dict[str, np.ndarray]  # rows (T + 1, N, ...), logprobs (T, N), state (2, N, size)
-    episodes: list[tuple[int, dict]]  # those that ended: step of the unroll, and what to log
+    data: dict[str, np.ndarray]  # rows (T + 1, N, ...), logprobs (T, N), state (2, N, hidden_size)
+    episodes: list[tuple[int, dict]]  # those that ended: step of the segment, and what to log
+    seconds: float = 0.0  # of its actor, which made those of its two groups together
+
+
+class Exchange:
+    """All that actors and learner share: segments go one way, and copies of the agent the other way."""
+
+    def __init__(self):
+        self.queue = SimpleQueue()  # Segments, or what an actor raised
+        self.room = Semaphore(0)  # an actor takes one for the segments of its two groups
+        self.published = None  # the newest copy of the learner's agent, and its version
+        self.taken = 0  # how many Segments the learner took out of the queue
+        self.is_closed = False  # nobody takes any more
+
+
+def act(k: int, groups: list[Group], exchange: Exchange, args: Args):
+    """Plays as actor k, in a thread of its own, as often as there is room, until the exchange is closed."""
+    name = f"actor {k}"
+    try:
+        torch.set_num_threads(1)
+        if args.device == "cuda":  # a stream beside the learner's, on its GPU: a thread begins with device 0
+            torch.cuda.set_device(LOCAL_RANK)
+            torch.cuda.set_stream(torch.cuda.Stream())
+        while exchange.room.acquire() and not exchange.is_closed:
+            heartbeat(name)
+            play(groups, exchange, args)
+            HEARTBEATS.pop(name)  # to wait for room is no stall
+    except BaseException as error:  # SystemExit, too: the learner would wait for ever
+        HEARTBEATS.pop(name, None)
+        exchange.queue.put(error)
+
+
+@torch.no_grad()  # which counts for one thread alone
+def play(groups: list[Group], exchange: Exchange, args: Args):
+    """Puts T steps of each group into the queue, by the newest agent.
+
+    While the emulators of one group work, the other's actions are chosen.
+    """
+    agent, version = exchange.published
+    start, T, made = time.monotonic(), args.num_steps, []
+    for group in groups:
+        data = {name: np.empty((T + 1, *x.shape), x.dtype) for name, x in group.row.items()}
+        data["final_obs"] = np.full((T + 1, args.group_size), None)  # where a time limit ended an episode
+        data["logprobs"] = np.empty((T, args.group_size), np.float32)
+        data["state"] = group.state.cpu().numpy()
+        made.append(Segments(version, data, []))
+    for t in range(T + 1):
+        for group, segments in zip(groups, made, strict=True):
+            data = segments.data
+            if t > 0:
+                final_obs, episodes = group.receive()
+                if exchange.is_closed:
+                    return
+                for episode in episodes:
+                    if len(args.env_ids) > 1:
+                        episode[f"tasks/{group.env_id}"] = episode["charts/episodic_return"]
+                    segments.episodes.append((t, episode))
+                if args.bootstrap_truncated:
+                    for n, obs in final_obs.items():
+                        data["final_obs"][t, n] = obs
+            for name, x in group.row.items():
+                data[name][t] = x
+            if t < T:
+                dist, _, group.state = agent(tensors(group.row, args), group.state)
+                action = dist.sample()
+                logprob = dist.log_prob(action).to("cpu", non_blocking=True)
+                group.send(action[0].cpu().numpy())  # here alone the thread waits for a GPU
+                data["logprobs"][t] = logprob[0].numpy()
+    for segments in made:
+        segments.seconds = (time.monotonic() - start) / len(groups)
+        exchange.queue.put(segments)
 
 
 def tensors(row: dict[str, np.ndarray], args: Args) -> dict[str, Tensor]:
-    """What the agent reads of a row (N, ...) of a group, as rows (1, N, ...)."""
+    """Rows (1, N, ...) of what the agent reads of a group's row (N, ...)."""
     read = row if args.lstm else ("obs",)
     return {name: torch.from_numpy(row[name])[None].to(args.device, non_blocking=True) for name in read}
 
 
-class Actor:
-    """Two groups of environments in turn: while the emulators of one work, the other's actions are chosen."""
-
-    def __init__(self, env_id: str, args: Args):
-        self.args, self.env_id = args, env_id
-        self.groups = [Group(env_id, args, args.group_size) for _ in range(2)]
-        self.began = math.inf  # time at which its present unroll began
-        self.is_closed = False  # nobody takes its unrolls any more
-        self.stream = torch.cuda.Stream() if args.device == "cuda" else None
-
-    def reset(self, agent: Agent, seed: int):
-        self.states = [agent.initial_state(self.args.group_size) for _ in self.groups]
-        for k, group in enumerate(self.groups):
-            group.reset(seed + k * self.args.group_size)
-
-    @torch.no_grad()  # which counts for one thread alone
-    def unroll(self, agent: Agent, version: int) -> list[Unrolls]:
-        """T steps of each group by an agent of the learner's."""
-        T, N, both = self.args.num_steps, self.args.group_size, []
-        for group, state in zip(self.groups, self.states, strict=True):
-            data = {name: np.empty((T + 1, *x.shape), x.dtype) for name, x in group.row.items()}
-            data["final_obs"] = np.full((T + 1, N), None)  # where a time limit ended an episode
-            data |= dict(logprobs=np.empty((T, N), np.float32), state=state.cpu().numpy())
-            both.append(Unrolls(self.env_id, version, data, []))
-        for t in range(T + 1):
-            for k, group in enumerate(self.groups):
-                data = both[k].data
-                if t > 0:
-                    cut, episodes = group.receive()
-                    if self.is_closed:
-                        return both
-                    both[k].episodes += [(t, episode) for episode in episodes]
-                    for n, obs in cut.items() if self.args.bootstrap_truncated else ():
-                        data["final_obs"][t, n] = obs
-                for name, x in group.row.items():
-                    data[name][t] = x
-                if t < T:
-                    dist, _, self.states[k] = agent(tensors(group.row, self.args), self.states[k])
-                    action = dist.sample()
-                    logprob = dist.log_prob(action).to("cpu", non_blocking=True)
-                    group.send(action[0].cpu().numpy())  # here alone the thread waits for a GPU
-                    data["logprobs"][t] = logprob[0].numpy()
-        return both
+def publish(agent: Agent, version: int, exchange: Exchange, args: Args):
+    """Offers a copy of the learner's agent to the actors, who take it as their segments begin (section 3)."""
+    copy = deepcopy(agent)
+    if args.lstm:
+        copy.lstm.flatten_parameters()  # deepcopy() scatters the weights, and cuDNN wants one piece
+    if args.device == "cuda":
+        torch.cuda.current_stream().synchronize()  # the copy is complete before an actor can see it
+    exchange.published = copy, version
 
 
-class Actors:
-    """The actors of a process, in threads of their own or, with --sync, all in the learner's thread.
+def receive(exchange: Exchange, turns: itertools.cycle, args: Args) -> list[Segments]:
+    """Takes the new segments of a batch, and makes room for as many. Raises what an actor raised."""
+    while args.sync and exchange.queue.qsize() < args.batch_groups:
+        play(next(turns), exchange, args)  # the learner's thread is each actor in turn
+    batch = []
+    for _ in range(args.batch_groups):
+        segments = exchange.queue.get()
+        if isinstance(segments, BaseException):
+            raise segments
+        batch.append(segments)
+    for n in range(exchange.taken, exchange.taken + len(batch)):
+        if n % 2:  # of a pair
+            exchange.room.release()
+    exchange.taken += len(batch)
+    return batch
 
-    They act by a published copy of the learner's agent. An actor's next unrolls begin when there is room for
-    them, and the learner makes room when it takes unrolls.
+
+def side_by_side(segments: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Segments (T + 1, N, ...) as one batch (T + 1, sum of N, ...)."""
+    return {name: np.concatenate([some[name] for some in segments], axis=1) for name in segments[0]}
+
+
+def shares_of_time(waits: list[tuple], seconds: float, args: Args) -> dict[str, float]:
+    """Shares of the last seconds in which the learner and its actors waited, and of the room that was full.
+
+    waits: for each batch, seconds that the learner waited and that actors acted, and groups that were ready.
     """
-
-    def __init__(self, args: Args):
-        tasks = args.env_ids * args.num_actors  # a fixed share of actors for each task, section 5.3
-        self.args, self.members = args, [Actor(env_id, args) for env_id in tasks]
-        self.idle, self.threads = deque(self.members), ThreadPoolExecutor(len(tasks), "actor")
-        self.finished = queue.SimpleQueue()  # futures of run()
-        self.unrolls = []  # their results, of each group alone, which no batch has taken yet
-        self.batch_unrolls = args.new_unrolls // (WORLD_SIZE * args.group_size)  # of groups, in a batch
-        at_once = 2 if args.sync else 2 * len(tasks)
-        # So little that no actor is more than a batch ahead, where its unrolls fill whole batches.
-        self.capacity = self.room = max(at_once, self.batch_unrolls + self.batch_unrolls % 2)
-        least = 0 if args.sync else 1  # versions that unrolls are behind the learner
-        lag = least + math.ceil(self.capacity / self.batch_unrolls) - 1  # of the last for which there is room
-        if lag > least and RANK == 0:
-            expected = f"expect unrolls about {lag} versions behind the learner instead of {least}"
-            remedy = f"let a batch's new unrolls be a multiple of the {args.num_envs} environments"
-            print(f"{SCRIPT}.py: warning: {expected}: {remedy}", file=sys.stderr)
-        self.envs = self.members[0].groups[0].envs
-        for actor in self.members:
-            both = self.envs, actor.groups[0].envs
-            ours, other = ((envs.single_observation_space, envs.single_action_space) for envs in both)
-            if ours != other:
-                fail(f"one network cannot play {tasks[0]}, {ours}, and {actor.env_id}, {other}")
-
-    def start(self, agent: Agent, version: int, seed: int):
-        """Begin new episodes, and act."""
-        for k, actor in enumerate(self.members):
-            actor.reset(agent, seed + 2 * k * self.args.group_size)
-        self.publish(agent, version)  # last: it waits until a GPU has written the first states too
-        self.sums, self.since = Counter(), time.monotonic()  # of what rates() tells
-        self.fill_room()
-
-    def publish(self, agent: Agent, version: int):
-        """Offer a copy of the learner's agent to the actors, who take it as an unroll begins (section 3)."""
-        copy = deepcopy(agent)
-        if self.args.lstm:
-            copy.lstm.flatten_parameters()  # deepcopy() scatters the weights, and cuDNN wants one piece
-        if self.args.device == "cuda":
-            torch.cuda.current_stream().synchronize()  # the copy is complete before an actor can see it
-        self.published = copy, version
-
-    def fill_room(self):
-        """Let actors make as many unrolls as there is room for."""
-        while self.room >= 2 and not self.args.sync:
-            self.room -= 2
-            self.threads.submit(self.run).add_done_callback(self.finished.put)
-
-    def run(self) -> tuple[list[Unrolls], float]:
-        """Unrolls of an idle actor, and their seconds; in a thread, or with --sync in the learner's."""
-        actor = self.idle.popleft()
-        try:
-            if not self.args.sync:
-                torch.set_num_threads(1)
-                if self.args.device == "cuda":
-                    # beside the learner's stream, and on its GPU, as a thread begins with device 0
-                    torch.cuda.set_stream(actor.stream)
-            actor.began = time.monotonic()
-            unrolls = actor.unroll(*self.published)
-            return unrolls, time.monotonic() - actor.began
-        finally:
-            actor.began = math.inf
-            self.idle.append(actor)
-
-    def receive(self) -> list[Unrolls]:
-        """The new unrolls of a batch. Raises what an actor raised."""
-        start, ready = time.monotonic(), len(self.unrolls) + 2 * self.finished.qsize()
-        while len(self.unrolls) < self.batch_unrolls:
-            unrolls, seconds = self.run() if self.args.sync else self.finished.get().result()
-            self.unrolls += unrolls
-            self.sums["acted"] += seconds
-        batch, self.unrolls = self.unrolls[: self.batch_unrolls], self.unrolls[self.batch_unrolls :]
-        self.sums.update(batches=1, ready=ready, waited=time.monotonic() - start)
-        self.room += len(batch)
-        self.fill_room()
-        return batch
-
-    def rates(self, reuse: float) -> dict[str, float]:
-        """Rates since the last call, given how often each new step was trained on."""
-        seconds, steps = time.monotonic() - self.since, self.sums["batches"] * self.args.batch_size
-        rates = {
-            "charts/learner_wait": self.sums["waited"] / seconds,
-            # what an actor does counts when its unrolls are received
-            "charts/actor_wait": max(0.0, 1 - self.sums["acted"] / (seconds * len(self.members))),
-            "charts/queue_fill": self.sums["ready"] / (self.sums["batches"] * self.capacity),
-            "charts/collected_SPS": steps / seconds,
-            "charts/trained_SPS": steps / seconds * reuse,
-            "charts/sample_reuse": reuse,
-        }
-        self.sums, self.since = Counter(), time.monotonic()
-        return rates
-
-    def close(self):
-        """Wait until each actor has ended the environment step that it is in."""
-        for actor in self.members:
-            actor.is_closed = True
-        self.threads.shutdown(cancel_futures=True)
+    waited, acted, ready = np.sum(waits, axis=0)
+    num_actors = args.num_groups // (WORLD_SIZE * 2)
+    return {
+        "charts/learner_wait": waited / seconds,
+        "charts/actor_wait": max(0.0, 1 - acted / (seconds * num_actors)),
+        "charts/queue_fill": ready / (len(waits) * 2 * args.room),
+    }
 
 
 # === Replay ==================================================================================
 
 
 class Replay:
-    """The newest unrolls, first in, first out, drawn uniformly (section 5.2.2 and D.3)."""
+    """The newest segments, first in, first out, drawn uniformly (section 5.2.2 and D.3)."""
 
     def __init__(self, capacity: int):
-        self.unrolls, self.added = [None] * capacity, 0
+        self.segments, self.added = [None] * capacity, 0
 
-    def add(self, unrolls: dict[str, np.ndarray]):
-        """Unrolls (T + 1, B, ...), each in place of the oldest."""
-        for n in range(unrolls["obs"].shape[1]):
-            one = {name: x[:, n : n + 1] for name, x in unrolls.items()}
-            self.unrolls[self.added % len(self.unrolls)] = one
+    def add(self, segments: dict[str, np.ndarray]):
+        """Adds segments (T + 1, B, ...), each in place of the oldest."""
+        for n in range(segments["obs"].shape[1]):
+            one = {name: x[:, n : n + 1] for name, x in segments.items()}
+            self.segments[self.added % len(self.segments)] = one
             self.added += 1
 
     def sample(self, size: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        at = rng.integers(min(self.added, len(self.unrolls)), size=size)
-        return side_by_side([self.unrolls[k] for k in at])
+        at = rng.integers(min(self.added, len(self.segments)), size=size)
+        return side_by_side([self.segments[k] for k in at])
 
 
+@torch.no_grad()
 def beyond_time_limits(agent: Agent, batch: dict[str, Tensor], final_obs: np.ndarray, gamma: float) -> Tensor:
     """What is added to the rewards (T + 1, B) of rows that a time limit ended: gamma times the agent's value.
 
     final_obs (T + 1, B) has the last observations of their episodes, and None elsewhere. Each takes the place
-    of the next episode's first one in a copy of its unroll, so that an LSTM reads what came before.
+    of the next episode's first one in a copy of its segment, so that an LSTM reads what came before.
     """
     bootstraps = torch.zeros_like(batch["last_rewards"])
     found = [(t, n) for n, t in np.ndindex(final_obs.T.shape) if final_obs[t, n] is not None]
@@ -722,112 +632,47 @@ def beyond_time_limits(agent: Agent, batch: dict[str, Tensor], final_obs: np.nda
     return bootstraps
 
 
-def side_by_side(unrolls: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Unrolls (T + 1, N, ...) as one batch (T + 1, sum of N, ...)."""
-    return {name: np.concatenate([some[name] for some in unrolls], axis=1) for name in unrolls[0]}
-
-
 # === Training ================================================================================
 
 
-class StallTimer(ContextDecorator):
-    """Ends the process, and shows where each thread is, unless set() is called again within --stall-seconds.
-
-    It decorates train() and evaluate(), and stops when they end: a notebook goes on after an exception.
-    """
-
-    watcher = None
-
-    def __enter__(self):
-        self.stop = threading.Event()
-
-    def __exit__(self, *_):
-        self.stop.set()
-        if self.watcher:
-            self.watcher.join()
-            self.watcher = None
-
-    def set(self, seconds: int):
-        self.deadline = time.monotonic() + seconds
-        if seconds and not self.watcher:
-            self.watcher = threading.Thread(target=self.watch, args=[seconds], daemon=True)
-            self.watcher.start()
-
-    def watch(self, seconds: int):
-        message, stopped = f"--stall-seconds {seconds}: nothing ended within that time\n", False
-        while not stopped:
-            # may crash beside threads that run, so it is only for C code that keeps Python's lock
-            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
-            stopped = self.stop.wait(0.5)
-            if not stopped and time.monotonic() > self.deadline:
-                try:
-                    os.write(2, message.encode())
-                    faulthandler.dump_traceback(file=2)
-                finally:
-                    os._exit(1)
-        faulthandler.cancel_dump_traceback_later()
-
-
-stall_timer = StallTimer()
-
-
-@stall_timer
-def train(args: Args, stop: Sequence[int] = ()) -> Path:
-    # differs from ppo.py: learn() has the loop; here the actors begin and end
-    """Trains; returns the run folder. With a signal's number in stop, saves and exits after an iteration."""
-    if args.device == "cuda":
-        torch.cuda.set_device(LOCAL_RANK)
-    if WORLD_SIZE > 1:
-        # imported later, as by an optimizer, it would keep the group, whose threads may then abort the exit
-        from torch import _dynamo  # noqa: F401
-
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
-        atexit.register(torch.distributed.destroy_process_group)
-    torch.manual_seed(args.seed)
-    torch.set_flush_denormal(True)  # means that fade to almost 0 would slow the update down
+def train(args: Args) -> Path:
+    """Trains an agent with actors beside the learner; returns the run folder."""
+    start_process(args)
     keep_freed_memory()
-    actors = Actors(args)
+    warn_of_lag(args)
+    tasks = args.env_ids * args.num_actors  # a fixed share of actors for each task, section 5.3
+    actors = [[Group(task, make_env(task, args, args.group_size)) for _ in range(2)] for task in tasks]
+    check_tasks(actors)
+    exchange, threads = Exchange(), []
+    for k, groups in enumerate(() if args.sync else actors):
+        threads.append(Thread(target=act, name=f"actor {k}", args=(k, groups, exchange, args)))
+        threads[k].start()  # and waits for room
     try:
-        return learn(args, actors, stop)
+        return learn(actors, exchange, args)
     finally:
-        actors.close()  # the timer still runs, as an actor may hang
+        exchange.is_closed = True
+        HEARTBEATS.pop("iteration", None)  # from now on, only an actor that hangs is a stall
+        for _ in threads:
+            exchange.room.release()
+        for thread in threads:
+            thread.join()  # until it has ended the environment step that it is in
 
 
-@torch.no_grad()  # except in update()
-def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
-    """The learner: updates on the actors' unrolls until the end or a signal; returns the run folder."""
-    if len(actors.envs.single_observation_space.shape) == 1:
+def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
+    """Learns from the actors' segments until the end or a signal; returns the run folder."""
+    envs = actors[0][0].envs
+    if len(envs.single_observation_space.shape) == 1:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
-    agent = Agent(actors.envs, args).to(args.device)
-    flat = flatten(list(agent.parameters()))
+    agent = Agent(envs, args).to(args.device)
+    flat = flatten(agent.parameters())
     lr = torch.tensor(args.learning_rate, device=args.device)  # a tensor, or annealing would recompile
     optimizer = RMSProp(flat, args.rmsprop_decay, args.rmsprop_eps)
+    run = Run(args, log_every=args.log_every, agent=agent, optimizer=optimizer)
 
-    # differs from ppo.py: of many tasks it names the first ones, as a file's name has 255 bytes at most
-    run_name = f"{args.env_id[:99]}__{SCRIPT}__{args.seed}__{time.time_ns()}"
-    run_name = run_name.replace("/", "-").replace(":", "-").replace(",", "+")  # W&B refuses these three
-    run_dir = Path(args.resume or f"runs/{run_name}")
-    parts = dict(agent=agent, optimizer=optimizer)  # a checkpoint holds the state of each
-    saved, last_returns = 0, {env_id: [] for env_id in args.env_ids}
-    if RANK == 0:
-        run_lock = lock(run_dir)  # noqa: F841  train() holds it until it returns
-    if args.resume:
-        checkpoint = load_checkpoint(args.resume, parts, ("iteration", "last_returns"))
-        saved, last_returns = checkpoint["iteration"], checkpoint["last_returns"]
-        if over_processes("MAX", saved) != saved:
-            fail(f"{args.resume}: the processes of torchrun read different checkpoints")
-    first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
-    if RANK == 0:
-        writer, bar = start_logging(args, run_dir, first_step)
-    over_processes("MAX", 0)  # all wait while Weights & Biases asks the first for a login
-    stall_timer.set(args.stall_seconds)
-
-    @torch.enable_grad()
     def update(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        # differs from ppo.py: V-trace, and sums instead of means
-        loss, info = impala_loss(agent, batch, args)
+        loss, losses = impala_loss(agent, batch, args)
         loss.backward()
-        if args.sync_every > 1:  # a learner that is alone takes its unrolls for all
+        if args.sync_every > 1:  # a learner that is alone takes its segments for all
             flat.grad.mul_(WORLD_SIZE)
         elif WORLD_SIZE > 1:  # several learners, section 3: gradients are summed
             torch.distributed.all_reduce(flat.grad)
@@ -835,37 +680,30 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
         flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
         optimizer.step(flat, lr)
         flat.grad.zero_()
-        return info
+        return losses | dict(grad_norm=norm)
 
     if args.compile:
         update = torch.compile(update)
 
-    # a resumed run begins new episodes
-    actors.start(agent, first_iteration, args.seed + first_step + RANK * args.num_envs // WORLD_SIZE)
-    replay, num_replayed = Replay(args.replay_unrolls), (args.batch_unrolls - args.new_unrolls) // WORLD_SIZE
-    for iteration in range(first_iteration, args.num_iterations):
-        # No more time for an actor that hangs: the process ends and shows where, though other actors go on.
-        if time.monotonic() - min(actor.began for actor in actors.members) < args.stall_seconds:
-            stall_timer.set(args.stall_seconds)
-        # Each iteration has a seed of its own, so no random state is saved. Python salts no hash of integers.
-        torch.manual_seed(hash((args.seed, iteration, RANK)))
+    for k, group in enumerate(itertools.chain(*actors)):  # a resumed run begins new episodes
+        group.reset(run.seed + k * args.group_size)
+        group.state = agent.initial_state(args.group_size)
+    publish(agent, run.numbers["iteration"], exchange, args)  # after a GPU has written the states, too
+    for _ in range(args.room):
+        exchange.room.release()
+    turns, replay = itertools.cycle(actors), Replay(args.replay_segments)
+    num_replayed = (args.batch_segments - args.new_segments) // WORLD_SIZE
+    lags, waits, last_log, status = [], [], time.monotonic(), ""
+    for iteration in run.iterations():
         frac = 1 - iteration / args.num_iterations
-        # differs from ppo.py: no detail of IMPALA's
         lr.fill_(args.learning_rate * (frac if args.anneal_lr else 1))
-        step, episodes = (iteration + 1) * args.batch_size, []
-        if iteration == first_iteration or iteration % args.log_every == 0:
-            lags = []  # since the last log
 
-        # 1. unrolls, new and replayed
-        received = actors.receive()
-        for unrolls in received:
-            lags.append(iteration - unrolls.version)
-            for t, episode in unrolls.episodes:
-                episodes.append((iteration * args.batch_size + t * args.new_unrolls, episode))
-                returns = last_returns[unrolls.env_id] + [episode["charts/episodic_return"]]
-                last_returns[unrolls.env_id] = returns[-100:]
-        episodes.sort(key=lambda episode: episode[0])
-        batch = side_by_side([unrolls.data for unrolls in received])
+        # 1. segments, new and replayed
+        start, ready = time.monotonic(), exchange.queue.qsize()
+        received = receive(exchange, turns, args)
+        waits.append((time.monotonic() - start, sum(segments.seconds for segments in received), ready))
+        lags += [iteration - segments.version for segments in received]
+        batch = side_by_side([segments.data for segments in received])
         if num_replayed:
             replay.add(batch)
             rng = np.random.default_rng((args.seed, iteration, RANK))
@@ -875,105 +713,47 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
         batch["bootstraps"] = beyond_time_limits(agent, batch, final_obs, args.gamma)  # by the newest values
 
         # 2. update
-        info = update(batch)
+        losses = update(batch)
         if args.sync_every > 1 and WORLD_SIZE > 1 and (iteration + 1) % args.sync_every == 0:
             average_with_neighbor(flat)
-        actors.publish(agent, iteration + 1)
+        publish(agent, iteration + 1, exchange, args)
 
-        # 3. log and save
-        scalars = {f"losses/{name}": x.item() for name, x in info.items()}
-        if over_processes("MAX", not np.isfinite(list(scalars.values())).all()):  # in any process
-            good = f"{run_dir}/checkpoint.pt, of iteration {saved}" if saved else "none"
-            message = f"iteration {iteration + 1}: not finite: {scalars}; last good checkpoint: {good}"
-            sys.exit(message if RANK == 0 else 1)
-        signum = int(over_processes("MAX", stop[0] if stop else 0))
-        ends = signum or iteration + 1 == args.num_iterations
-        if RANK == 0:
-            for end, episode in episodes:
-                log(writer, end, episode)
-            if ends or (iteration + 1) % args.log_every == 0:
-                scalars["charts/learning_rate"] = lr.item()
-                scalars["charts/SPS"] = (step - first_step) / (time.time() - start)
-                scalars |= actors.rates(args.batch_unrolls / args.new_unrolls)
-                scalars |= {"charts/policy_lag": np.mean(lags), "charts/policy_lag_max": max(lags)}
-                means = {f"tasks/{env_id}": np.mean(x) for env_id, x in last_returns.items() if x}
-                log(writer, step, scalars | (means if len(args.env_ids) > 1 else {}))
-                status = f"return {np.mean(list(means.values()) or np.nan):.1f}, lag {np.mean(lags):.1f}, "
-                status += f"learner waits {scalars['charts/learner_wait']:.0%}, "
-                status += f"actor waits {scalars['charts/actor_wait']:.0%}"
-                bar.set_postfix_str(status, refresh=False)
-            bar.update(step - bar.n)
-            if ends or (iteration + 1) % args.save_every == 0:
-                saved = iteration + 1
-                writer.flush()
-                save_checkpoint(run_dir, args, parts, iteration=saved, last_returns=last_returns)
-        if signum:
-            sys.exit(128 + signum)
-    return run_dir
-
-
-def keep_freed_memory():
-    """Keeps glibc from returning freed memory to the kernel, page by page: a fifth of an update on a CPU."""
-    if sys.platform == "linux":
-        mallopt = ctypes.CDLL(None).mallopt
-        if not mallopt(-3, 2**30):  # M_MMAP_THRESHOLD
-            mallopt(-3, 2**25)  # the most that older versions take
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-
-
-def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
-    """Makes parameters views of one tensor, and their gradients views of its gradient.
-
-    Adam, clipping and the sum over processes are then one operation each, not one for each parameter.
-    """
-    flat = nn.Parameter(torch.cat([x.data.flatten() for x in parameters]))
-    flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in parameters]
-    for x, part, grad in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
-        part = part.as_strided(x.shape, x.stride()).copy_(x.data)  # channels may be last in memory
-        x.data, x.grad = part, grad.as_strided(x.shape, x.stride())
-    return flat
-
-
-def over_processes(operation: str, x: float | Tensor) -> float:
-    """SUM or MAX of a number over the processes of torchrun."""
-    x = torch.tensor(float(x), dtype=torch.float64)  # float32 counts to 2**24
-    if WORLD_SIZE > 1:
-        torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, operation))
-    return x.item()
-
-
-def average_with_neighbor(flat: Tensor):
-    """Half of one's own parameters and half of the last rank's: they travel around the ring."""
-    received = torch.empty_like(flat)
-    exchange = [torch.distributed.P2POp(torch.distributed.isend, flat.detach(), (RANK + 1) % WORLD_SIZE)]
-    exchange += [torch.distributed.P2POp(torch.distributed.irecv, received, (RANK - 1) % WORLD_SIZE)]
-    for work in torch.distributed.batch_isend_irecv(exchange):
-        work.wait()
-    flat.lerp_(received, 0.5)
+        # 3. log
+        ended = [episode for segments in received for episode in segments.episodes]
+        ended.sort(key=lambda episode: episode[0])
+        run.episodes = [(run.step + t * args.new_segments, episode) for t, episode in ended]
+        run.step += args.batch_size
+        scalars = {"charts/learning_rate": lr}
+        if run.is_logged:
+            scalars |= {"charts/policy_lag": np.mean(lags), "charts/policy_lag_max": max(lags)}
+            scalars |= shares_of_time(waits, time.monotonic() - last_log, args)
+            status = f", lag {np.mean(lags):.1f}, learner waits {scalars['charts/learner_wait']:.0%}"
+            status += f", actor waits {scalars['charts/actor_wait']:.0%}"
+            lags, waits, last_log = [], [], time.monotonic()
+        run.log(losses, scalars, status, observations=batch["obs"], rewards=batch["last_rewards"])
+    return run.folder
 
 
 # === Evaluation ==============================================================================
 
 
-@stall_timer
 @torch.no_grad()
 def evaluate(args: Args) -> list[float]:
-    # differs from ppo.py: recurrent, with a camera for Atari, task by task
     """Returns of full episodes of a run's agent, which samples its actions as in training."""
-    torch.manual_seed(args.seed)
+    seed_all(args.seed)
     video_dir = Path(args.evaluate) / "videos" if args.capture_video else None
     all_returns = []
     for env_id in args.env_ids:
-        group, returns = Group(env_id, args, 1, video_dir), []
-        stall_timer.set(args.stall_seconds)
-        group.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # no seed of training
+        group, returns = Group(env_id, make_env(env_id, args, 1, video_dir), video_dir), []
         agent = Agent(group.envs, args).to(args.device)
         load_checkpoint(args.evaluate, dict(agent=agent))
+        heartbeat("evaluation")
+        group.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # no seed of training
         if group.row["obs"].ndim == 2:
             torch.set_num_threads(1)  # the networks are small: a second thread only costs
         state = agent.initial_state(1)
         while len(returns) < args.eval_episodes:
-            stall_timer.set(args.stall_seconds)
+            heartbeat("evaluation")
             dist, _, state = agent(tensors(group.row, args), state)
             group.send(dist.sample()[0].cpu().numpy())
             _, episodes = group.receive()
@@ -985,7 +765,224 @@ def evaluate(args: Args) -> list[float]:
     return all_returns
 
 
-# === Logs and checkpoints ====================================================================
+# === From here on nothing is the algorithm's: the run's folder, its processes, the command line ===
+
+import argparse
+import atexit
+import ctypes
+import faulthandler
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pickle import UnpicklingError
+from typing import NoReturn
+from zipfile import BadZipFile, ZipFile
+
+import tyro
+from filelock import FileLock
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+SCRIPT = Path(__file__).stem
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # rank on this machine; each has a GPU
+HEARTBEATS: dict[str, float] = {}  # when each loop last went on
+
+
+class Run:
+    """The folder of a run: the state of its parts, its logs, and what was counted so far.
+
+    parts: objects whose state_dict() a checkpoint holds. numbers: what it holds beside them.
+    shown: tag of the returns in the progress bar. log_every: iterations between logs of all but episodes.
+    """
+
+    stop_signal = 0  # a signal that asks for the end of the process after its iteration
+
+    def __init__(
+        self, args: Args, numbers: dict | None = None, shown="charts/episodic_return", log_every=1, **parts
+    ):
+        name = f"{args.env_id[:99]}__{SCRIPT}__{args.seed}__{time.time_ns()}"  # 255 bytes at most
+        name = name.replace("/", "-").replace(":", "-").replace(",", "+")  # W&B refuses these three
+        self.args, self.parts, self.shown, self.log_every = args, parts, shown, log_every
+        self.folder = Path(args.resume or f"runs/{name}")
+        self.numbers = dict(iteration=0, last_returns=[]) | (numbers or {})
+        if RANK == 0:
+            self.lock = lock(self.folder)
+        if args.resume:
+            state = load_checkpoint(args.resume, parts, self.numbers)
+            self.numbers = {name: state[name] for name in self.numbers}
+            if over_processes("MAX", self.numbers["iteration"]) != self.numbers["iteration"]:
+                fail(f"{args.resume}: the processes of torchrun read different checkpoints")
+        self.step = self.numbers["iteration"] * args.batch_size
+        self.seed = args.seed + self.step + RANK * args.num_envs // WORLD_SIZE  # of the next episodes
+        self.episodes, self.timed_from = [], None
+        if RANK == 0:
+            self.writer = start_logging(args, self.folder, self.step)
+            style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
+            total = args.num_iterations * args.batch_size
+            self.bar = tqdm(total=total, initial=self.step, unit="step", unit_scale=True, **style)
+        over_processes("MAX", 0)  # all wait while Weights & Biases asks the first for a login
+        heartbeat("iteration")
+
+    def iterations(self) -> Iterator[int]:
+        """Counts the iterations that are left. Saves after some of them, the last one, and a signal's."""
+        saved, end = self.numbers["iteration"], self.args.num_iterations
+        for done in range(saved + 1, end + 1):
+            heartbeat("iteration")
+            # Each has a seed of its own, so no random state is saved. Python salts no hash of integers.
+            seed_all(hash((self.args.seed, done - 1, RANK)))
+            self.is_logged = done % self.log_every == 0 or done == end
+            yield done - 1
+            signum = int(over_processes("MAX", Run.stop_signal))
+            if signum or done % self.args.save_every == 0 or done == end:
+                self.numbers["iteration"] = done
+                if RANK == 0:
+                    self.writer.flush()
+                    save_checkpoint(self.folder, self.args, self.parts, self.numbers)
+            if signum:
+                sys.exit(128 + signum)
+
+    def count_steps(self, n: int, info: dict):
+        """Counts n environment steps, and notes the episodes that ended in them."""
+        self.step += n
+        self.episodes += [(self.step, episode) for episode in ended_episodes(info)]
+
+    def log(self, losses: dict[str, Tensor], scalars: dict[str, float], status: str = "", **data):
+        """Logs an iteration. A loss that is not finite ends the run, which names such data, too.
+
+        data: arrays of observations, rewards and values.
+        """
+        losses = {f"losses/{name}": float(x) for name, x in losses.items()}
+        self.check_finite(losses, data)
+        returns = [episode[self.shown] for _, episode in self.episodes if self.shown in episode]
+        self.numbers["last_returns"] = (self.numbers["last_returns"] + returns)[-100:]
+        if RANK == 0:
+            numbers = [(self.step, losses | scalars | self.speed())] if self.is_logged else []
+            for step, logged in self.episodes + numbers:
+                for name, x in logged.items():
+                    if np.isfinite(float(x)):
+                        self.writer.add_scalar(name, float(x), step)
+            mean = np.mean(self.numbers["last_returns"] or np.nan)
+            self.bar.set_postfix_str(f"return {mean:.1f}{status}", refresh=False)
+            self.bar.update(self.step - self.bar.n)
+        self.timed_from = self.timed_from or (self.step, time.monotonic())
+        self.episodes = []
+
+    def speed(self) -> dict[str, float]:
+        """Steps per second since the end of the first iteration, which may have compiled."""
+        if self.timed_from is None:
+            return {}
+        first_step, start = self.timed_from
+        return {"charts/SPS": (self.step - first_step) / (time.monotonic() - start)}
+
+    def check_finite(self, scalars: dict[str, float], data: dict | None = None):
+        """Ends the run in all processes where a number is not finite in one."""
+        bad = {name: x for name, x in scalars.items() if not np.isfinite(x)}
+        if over_processes("MAX", len(bad)):
+            causes = [name for name, x in (data or {}).items() if not torch.as_tensor(x).isfinite().all()]
+            message = f"step {self.step}: not finite: {bad or 'a number of another process'}"
+            message += f", and {', '.join(causes)}" if causes else ""
+            saved = self.numbers["iteration"]
+            good = f"{self.folder}/checkpoint.pt, of iteration {saved}" if saved else "none"
+            sys.exit(f"{message}; last good checkpoint: {good}" if RANK == 0 else 1)
+
+
+def ended_episodes(info: dict) -> list[dict[str, float]]:
+    """Return, length and the numbers of its last info, of each episode that ended in a step."""
+    if "final_info" not in info:
+        return []
+    final, episodes = info["final_info"], []
+    names = [name for name in final if f"_{name}" in final]  # _name marks the environments that have it
+    names = [name for name in names if np.ndim(final[name]) == 1 and final[name].dtype.kind in "biuf"]
+    for n in final["_episode"].nonzero()[0]:
+        scalars = {f"charts/{name}": float(final[name][n]) for name in names if final[f"_{name}"][n]}
+        scalars["charts/episodic_return"] = float(final["episode"]["r"][n])
+        scalars["charts/episodic_length"] = float(final["episode"]["l"][n])
+        episodes.append(scalars)
+    return episodes
+
+
+def start_process(args: Args):
+    """Joins the other processes of torchrun, takes its GPU, and seeds all that is random before training."""
+    if args.device == "cuda":
+        torch.cuda.set_device(LOCAL_RANK)
+    if WORLD_SIZE > 1:
+        # imported later, as by an optimizer, it would keep the group, whose threads may then abort the exit
+        from torch import _dynamo  # noqa: F401
+
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
+        atexit.register(torch.distributed.destroy_process_group)
+    seed_all(args.seed)
+    torch.set_flush_denormal(True)  # denormal numbers are slow, and Adam's moments of dead units become such
+
+
+def seed_all(seed: int):
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def over_processes(operation: str, x: float | Tensor) -> float:
+    """SUM or MAX of a number over the processes of torchrun."""
+    x = torch.tensor(float(x), dtype=torch.float64)  # float32 counts to 2**24
+    if WORLD_SIZE > 1:
+        torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, operation))
+    return x.item()
+
+
+def flatten(parameters: Iterable[nn.Parameter]) -> nn.Parameter:
+    """Makes parameters views of one tensor, and their gradients views of its gradient.
+
+    Adam, clipping and the sum over processes are then one operation each, not one for each parameter.
+    """
+    parameters = list(parameters)
+    flat = nn.Parameter(torch.cat([x.data.flatten() for x in parameters]))
+    flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in parameters]
+    for x, part, grad in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
+        part = part.as_strided(x.shape, x.stride()).copy_(x.data)  # channels may be last in memory
+        x.data, x.grad = part, grad.as_strided(x.shape, x.stride())
+    return flat
+
+
+def keep_freed_memory():
+    """Keeps glibc from returning freed memory to the kernel, page by page: a fifth of an update on a CPU."""
+    if sys.platform == "linux":
+        mallopt = ctypes.CDLL(None).mallopt
+        if not mallopt(-3, 2**30):  # M_MMAP_THRESHOLD
+            mallopt(-3, 2**25)  # the most that older versions take
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+def warn_of_lag(args: Args):
+    """Says how far segments will be behind the learner, if that is further than need be."""
+    least = 0 if args.sync else 1  # versions
+    lag = least + math.ceil(2 * args.room / args.batch_groups) - 1  # of the last for which there is room
+    if lag > least and RANK == 0:
+        expected = f"expect segments about {lag} versions behind the learner instead of {least}"
+        remedy = f"let a batch's new segments be a multiple of the {args.num_envs} environments"
+        print(f"{SCRIPT}.py: warning: {expected}: {remedy}", file=sys.stderr)
+
+
+def check_tasks(actors: list[list[Group]]):
+    """Fails if the tasks have different observations or actions."""
+    first = actors[0][0]
+    for group, *_ in actors:
+        spaces = [(x.envs.single_observation_space, x.envs.single_action_space) for x in (first, group)]
+        if spaces[0] != spaces[1]:
+            theirs = f"{first.env_id}, {spaces[0]}, and {group.env_id}, {spaces[1]}"
+            fail(f"one network cannot play {theirs}")
+
+
+def check_game(spec: gym.envs.registration.EnvSpec, video_dir: Path | None):
+    """Fails for an Atari game that skips frames at random, and for videos without the package they need."""
+    if spec.kwargs["frameskip"] not in (1, 4):
+        fail(f"{spec.id} skips a random number of frames: take a NoFrameskip-v4 or an ALE/...-v5 id")
+    if video_dir and not find_spec("moviepy"):
+        fail("--capture-video: pip install moviepy")
 
 
 def lock(run_dir: Path) -> FileLock:
@@ -998,8 +995,8 @@ def lock(run_dir: Path) -> FileLock:
     return run_lock
 
 
-def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[SummaryWriter, tqdm]:
-    """TensorBoard's writer and a progress bar. With --track, Weights & Biases gets what TensorBoard gets."""
+def start_logging(args: Args, run_dir: Path, first_step: int) -> SummaryWriter:
+    """TensorBoard's writer. With --track, Weights & Biases gets what TensorBoard gets."""
     if args.track:
         import wandb
 
@@ -1016,19 +1013,11 @@ def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[SummaryWr
     writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
     atexit.register(writer.close)  # writes the last logs after an exception, too
     writer.add_text("args", "\n".join(f"    {name}: {x}" for name, x in asdict(args).items()))
-    style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
-    total = args.num_iterations * args.batch_size
     print(run_dir)
-    return writer, tqdm(total=total, initial=first_step, unit="step", unit_scale=True, **style)
+    return writer
 
 
-def log(writer: SummaryWriter, step: int, scalars: dict[str, float]):
-    for name, x in scalars.items():
-        if np.isfinite(x):
-            writer.add_scalar(name, x, step)
-
-
-def save_checkpoint(run_dir: Path, args: Args, parts: dict, **numbers):
+def save_checkpoint(run_dir: Path, args: Args, parts: dict, numbers: dict):
     """Saves atomically: a kill leaves the old checkpoint or the new one."""
     state = {name: part.state_dict() for name, part in parts.items()} | numbers
     state |= dict(script=SCRIPT, args=asdict(args) | dict(resume=None))
@@ -1037,7 +1026,7 @@ def save_checkpoint(run_dir: Path, args: Args, parts: dict, **numbers):
     (run_dir / "checkpoint.tmp").replace(run_dir / "checkpoint.pt")
 
 
-def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[str] = ()) -> dict:
+def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Iterable[str] = ()) -> dict:
     """What save_checkpoint() saved, with Args. Parts take on their saved state. Numbers must be there."""
     path = Path(run_dir) / "checkpoint.pt"
     try:
@@ -1053,18 +1042,93 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[s
         fail(f"{path} cannot be loaded with these flags and this {SCRIPT}.py: {error!r:.150}")
 
 
-# === Main ====================================================================================
+def heartbeat(name: str):
+    """Says that a loop goes on; see watch_heartbeats()."""
+    HEARTBEATS[name] = time.monotonic()
 
 
-def parse_args() -> Args:
-    # differs from ppo.py: what a batch has is a flag of its own
-    """The command line. A run that is resumed or evaluated brings its own arguments as defaults."""
+def watch_heartbeats(seconds: int):
+    """Ends the process, and shows where each thread is, when a loop does not go on for so many seconds."""
+    print(f"--stall-seconds {seconds}: a longer iteration ends the run", file=sys.stderr)
+    while True:
+        # may crash beside threads that run, so it is only for C code that keeps Python's lock
+        faulthandler.dump_traceback_later(seconds + 1, exit=True, file=2)
+        time.sleep(0.5)
+        if any(time.monotonic() - then > seconds for then in HEARTBEATS.copy().values()):
+            try:
+                os.write(2, f"--stall-seconds {seconds}: nothing ended within that time\n".encode())
+                faulthandler.dump_traceback(file=2)
+            finally:
+                os._exit(1)
+
+
+def stop_after_iteration(signum: int, _):
+    """Handles a signal: the first ends the run after its iteration, and a second Ctrl-C at once."""
+    print("stopping after this iteration", file=sys.stderr)
+    Run.stop_signal = signum
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # SIGTERM comes twice where torchrun passes it on, too
+
+
+def check(args: Args):
+    """Raises ValueError for arguments that cannot be, which tyro reports as it reports a wrong flag."""
+    counts = "total_timesteps num_envs num_actors num_steps batch_segments replay_segments sync_every"
+    counts += " log_every save_every eval_episodes"
+    rates = "gamma rho_bar c_bar vtrace_lambda replay_fraction learning_rate rmsprop_decay rmsprop_eps"
+    rates += " ent_coef vf_coef max_grad_norm"
+    least = dict.fromkeys(counts.split(), 1) | dict.fromkeys(["seed", "stall_seconds", *rates.split()], 0)
+    for name, x in asdict(args).items():
+        if name in least and not least[name] <= x < np.inf:
+            raise ValueError(f"{name} cannot be {x}")
+    groups, unit = args.num_groups, WORLD_SIZE * max(1, args.group_size)
+    is_whole = args.new_segments % unit == 0 and args.batch_segments % WORLD_SIZE == 0
+    rules = {
+        "give --resume or --evaluate, not both": not (args.resume and args.evaluate),
+        "--capture-video records the episodes of --evaluate": args.evaluate or not args.capture_video,
+        "max_grad_norm must be above 0": args.max_grad_norm > 0,
+        "stall_seconds must be below 2**22": args.stall_seconds < 2**22,  # 48 days: Windows' limit
+        "seed + steps must be below 2**31": args.seed + args.total_timesteps + args.num_envs < 2**31,
+        "gamma and vtrace_lambda must be at most 1": max(args.gamma, args.vtrace_lambda) <= 1,
+        "--env-id needs at least one id": all(args.env_ids),
+        "replay_fraction must be below 1: new segments keep the replay alive": args.replay_fraction < 1,
+        f"num_envs must be a multiple of {groups}: two groups an actor and task": args.num_envs % groups == 0,
+        f"a batch's {args.new_segments} new segments must be a multiple of {unit}, a group's": is_whole,
+        "total_timesteps must be at least new segments of a batch * num_steps": args.num_iterations >= 1,
+    }
+    for rule, is_kept in rules.items():
+        if not is_kept:
+            raise ValueError(rule)
+
+
+def check_spaces(env_id: str, envs: gym.vector.VectorEnv):
+    """Fails for environments that the agent cannot play."""
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    if envs.envs[0].spec.entry_point == "ale_py.env:AtariEnv":  # without its frames, lives and no-ops
+        fail(f"--env-id {env_id}: write {envs.envs[0].spec.id}")
+    if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
+        fail(f"{env_id} acts in {action_space}: try ppo_continuous.py, or Discrete actions from 0")
+    if not isinstance(obs_space, gym.spaces.Box):
+        fail(f"{env_id} observes {obs_space}: this script takes vectors and images")
+
+
+def fail(message: str) -> NoReturn:
+    """Reports a mistake of the user, not a bug, in one line on stderr; exit code 2."""
+    print(f"{SCRIPT}.py: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse_args(
+    fixed: Sequence[str] = ("env_id", "seed", "num_envs", "num_steps", "batch_segments", "replay_fraction"),
+) -> Args:
+    """The command line. A run that is resumed or evaluated brings its own arguments as defaults.
+
+    fixed: what --resume cannot change.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", "--evaluate", dest="run_dir")
     run_dir = parser.parse_known_args()[0].run_dir
     saved = tyro.MISSING_NONPROP if run_dir is None else load_checkpoint(run_dir)["args"]
     args = tyro.cli(Args, default=saved)
-    for name in ("env_id", "seed", "num_envs", "num_steps", "batch_unrolls", "replay_fraction"):
+    for name in fixed:
         if args.resume and getattr(args, name) != getattr(saved, name):
             fail(f"--resume cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
     if args.device == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
@@ -1075,21 +1139,22 @@ def parse_args() -> Args:
     return args
 
 
-if __name__ == "__main__":
-    args, stop = parse_args(), []
-    if args.stall_seconds and RANK == 0:
-        print(f"--stall-seconds {args.stall_seconds}: a longer iteration ends the run", file=sys.stderr)
-
-    def finish(signum: int, _):
-        """The first signal ends the run after its iteration, and a second Ctrl-C at once."""
-        print("stopping after this iteration", file=sys.stderr)
-        stop.append(signum)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # SIGTERM comes twice where torchrun passes it on, too
-
+def main():
+    """Trains, or evaluates a run, as the command line says."""
+    args = parse_args()
+    if args.stall_seconds:
+        threading.Thread(target=watch_heartbeats, args=[args.stall_seconds], daemon=True).start()
     if args.evaluate:
         returns = evaluate(args)
         print(f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes")
-    else:
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, finish)
-        train(args, stop)
+        return
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, stop_after_iteration)
+    try:
+        train(args)
+    finally:
+        HEARTBEATS.clear()  # what is still to be written or sent may take its time
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@
 #     "tensorboard", "torch>=2.6", "tqdm", "tyro>=1",
 # ]
 # ///
+# ruff: noqa: E402  (what only the lower part needs is imported there)
 """Never Give Up on R2D2: recurrent Q-learning from replay, driven by novelty within an episode and for life.
 
     python ngu_r2d2.py --env-id MiniGrid-DoorKey-8x8-v0       # every field of Args is a flag; see --help
@@ -21,24 +22,11 @@ Shapes   L = burn_in + unroll steps of a sequence, which has L + 1 rows; B seque
          rewards, discount and end are of row t + 1 alike.
 """
 
-import argparse
-import atexit
-import ctypes
-import faulthandler
 import os
-import signal
-import sys
-import threading
-import time
-from collections.abc import Sequence
-from contextlib import ContextDecorator
 from copy import deepcopy
-from dataclasses import asdict, dataclass, fields, replace
-from importlib.util import find_spec
+from dataclasses import dataclass, replace
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Literal, NoReturn
-from zipfile import BadZipFile, ZipFile
+from typing import Literal
 
 import ale_py
 import gymnasium as gym
@@ -46,16 +34,10 @@ import minigrid
 import numpy as np
 import torch
 import torch.nn as nn
-import tyro
 from ale_py.vector_env import AtariVectorEnv
-from filelock import FileLock
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
-SCRIPT = Path(__file__).stem
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # rank on this machine; each has a GPU
 
 # === Arguments ===============================================================================
 
@@ -66,13 +48,12 @@ Bonus = Literal["calibrated", "min-max", "batch-mean", "long-run-mean", "zero-me
 class Args:
     env_id: str = "MiniGrid-DoorKey-8x8-v0"  # Gymnasium id of the task
     total_timesteps: int = 1_000_000  # environment steps, summed over the parallel environments
-    seed: int = 1  # seeds PyTorch and the environments; nothing else is random
+    seed: int = 1  # seeds Python, NumPy, PyTorch and the environments; nothing else is random
 
     # acting
     num_envs: int = 16  # parallel environments, divided among torchrun's processes
     num_steps: int = 4  # steps per environment and rollout (T)
     epsilon: float = 0.4  # share of random actions of the first environment; the last has its 8th power
-    stall_seconds: int = 0  # end a run if an iteration, or a step of --evaluate, takes longer; 0: never
     eval_epsilon: float = 0.01  # share of random actions in --evaluate, and of Retrace's target policy
     bootstrap_truncated: bool = True  # at a time limit, add gamma * value to the reward
 
@@ -128,6 +109,7 @@ class Args:
     wandb_entity: str | None = None  # Weights & Biases user or team
     log_every: int = 50  # iterations between logs of losses and rates; episodes are logged as they end
     save_every: int = 500  # iterations between checkpoints
+    stall_seconds: int = 0  # end a run if an iteration, or a step of --evaluate, takes longer; 0: never
     resume: str | None = None  # run folder to continue, with its own arguments where no flag is given
     evaluate: str | None = None  # run folder whose agent to evaluate instead of training
     eval_episodes: int = 10  # full episodes of --evaluate
@@ -151,42 +133,7 @@ class Args:
         return episodic_reward(np.ones((1, self.neighbors)), 1.0, self.kernel_eps).item()
 
     def __post_init__(self):
-        # differs from ppo.py: sequences and their replay
-        """Checks the values. tyro reports a ValueError as it reports a wrong flag."""
-        for field in fields(self):
-            name, x = field.name, getattr(self, field.name)
-            least = 1 if field.type is int and name not in ("seed", "stall_seconds", "burn_in") else 0
-            if type(x) in (int, float) and not least <= x < np.inf:
-                raise ValueError(f"{name} cannot be {x}")
-        shares = ("epsilon", "eval_epsilon", "cross_mixture", "priority_eta", "retrace_lambda")
-        processes = f"the {WORLD_SIZE} processes of torchrun must divide"
-        is_enough = self.replay_steps // self.num_envs >= 2 * (self.length + 1)
-        rules = {
-            "give --resume or --evaluate, not both": not (self.resume and self.evaluate),
-            "--capture-video records the episodes of --evaluate": self.evaluate or not self.capture_video,
-            "max_grad_norm must be above 0": self.max_grad_norm > 0,
-            "stall_seconds must be below 2**22": self.stall_seconds < 2**22,  # 48 days: Windows' limit
-            "seed + steps must be below 2**31": self.seed + self.total_timesteps + self.num_envs < 2**31,
-            "gamma_max and gamma_min must be below 1": max(self.gamma_max, self.gamma_min) < 1,
-            f"{', '.join(shares)} must be at most 1": max(getattr(self, name) for name in shares) <= 1,
-            "rnd_max must be at least 1": self.rnd_max >= 1,
-            "total_timesteps must be at least num_envs * num_steps": self.num_iterations >= 1,
-            f"{processes} num_envs": self.num_envs % WORLD_SIZE == 0,
-            f"{processes} batch_sequences": self.batch_sequences % WORLD_SIZE == 0,
-            "period must be at most unroll, or steps between sequences are lost": self.period <= self.unroll,
-            "kernel_eps must be above 0": self.kernel_eps > 0,
-            "kernel_eps is so large that nothing is novel": self.usual_novelty > 0,
-            "learning_starts must be at most replay_steps": self.learning_starts <= self.replay_steps,
-            "replay_steps must hold two sequences of each environment": is_enough,
-        }
-        if broken := [rule for rule, is_kept in rules.items() if not is_kept]:
-            raise ValueError(broken[0])
-
-
-def fail(message: str) -> NoReturn:
-    """Reports a mistake of the user, not a bug, in one line on stderr; exit code 2."""
-    print(f"{SCRIPT}.py: error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
+        check(self)
 
 
 # === Environment =============================================================================
@@ -239,7 +186,6 @@ class AtariGames(AtariVectorEnv):
 
 
 def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.vector.VectorEnv:
-    # differs from ppo.py: Atari games in C++, of one frame and all actions; images channels first
     """Vectorized environments, each reset within the step that ends its episode."""
     gym.register_envs(ale_py)
     gym.register_envs(minigrid)
@@ -262,19 +208,11 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
         fail(f"--env-id {args.env_id}: {error}")
     if envs.envs[0].spec.entry_point == "ale_py.env:AtariEnv":  # without its frames, lives and no-ops
         fail(f"--env-id {args.env_id}: write {envs.envs[0].spec.id}")
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
-        fail(f"{args.env_id} acts in {action_space}: try ppo_continuous.py, or Discrete actions from 0")
-    if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
-        fail(f"{args.env_id} observes {obs_space}: this script takes vectors and images")
-    is_grid = kind_of(obs_space.shape) == "grid" and obs_space.dtype == np.uint8
-    if is_grid and not video_dir and envs.reset()[0].max() > 10:
-        fail(f"{args.env_id}: of images below 36 x 36, this script takes grids of numbers below 11")
+    check_spaces(args.env_id, envs)
     return envs
 
 
 def as_array(env: gym.Env) -> gym.Env:
-    # differs from impala_vtrace.py: small images stay images
     """Observations as images (channels, height, width) or vectors; of a dictionary, its image (MiniGrid)."""
     if isinstance(env.observation_space, gym.spaces.Dict) and "image" in env.observation_space.spaces:
         image = env.observation_space["image"]
@@ -292,26 +230,11 @@ def as_array(env: gym.Env) -> gym.Env:
     return gym.wrappers.TransformObservation(env, channels_first, space)
 
 
-def ended_episodes(info: dict) -> list[dict[str, float]]:
-    """What to log of each episode that ended in a step: return, length and the numbers of its last info."""
-    if "final_info" not in info:
-        return []
-    final, episodes = info["final_info"], []
-    names = [name for name in final if f"_{name}" in final]  # _name marks the environments that have it
-    names = [name for name in names if np.ndim(final[name]) == 1 and final[name].dtype.kind in "biuf"]
-    for n in final["_episode"].nonzero()[0]:
-        scalars = {f"charts/{name}": float(final[name][n]) for name in names if final[f"_{name}"][n]}
-        scalars["charts/episodic_return"] = float(final["episode"]["r"][n])
-        scalars["charts/episodic_length"] = float(final["episode"]["l"][n])
-        episodes.append(scalars)
-    return episodes
-
-
 # === Agent ===================================================================================
 
 
 def kind_of(shape: tuple[int, ...]) -> Literal["pixels", "grid", "vector"]:
-    """What an observation of this shape is, which decides how it is scaled and encoded."""
+    """Kind of an observation by its shape. It decides how the observation is scaled and encoded."""
     if len(shape) == 1:
         return "vector"
     return "pixels" if min(shape[1:]) >= 36 else "grid"
@@ -352,7 +275,9 @@ def encoder(shape: tuple[int, ...], num_features: int) -> nn.Sequential:
     return features
 
 
-class Agent(nn.Module):  # differs from ppo.py: a recurrent dueling Q network of all policies
+class Agent(nn.Module):
+    """A recurrent dueling Q-network of all policies."""
+
     def __init__(self, envs: gym.vector.VectorEnv, args: Args):
         super().__init__()
         self.args, self.num_actions, size = args, int(envs.single_action_space.n), args.hidden_size
@@ -363,7 +288,7 @@ class Agent(nn.Module):  # differs from ppo.py: a recurrent dueling Q network of
         self.advantage = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, self.num_actions))
 
     def features(self, obs: Tensor) -> Tensor:
-        """(n, hidden_size) of scaled observations (n, ...)."""
+        """Features (n, hidden_size) of scaled observations (n, ...)."""
         with torch.autocast(obs.device.type, torch.bfloat16, self.args.amp):
             return self.encoder(obs).float()
 
@@ -414,7 +339,7 @@ def h(x: Tensor, eps: float = 1e-3) -> Tensor:
 
 
 def h_inv(x: Tensor, eps: float = 1e-3) -> Tensor:
-    """Its inverse. Choice 5: eps as in NGU's table, and the root is squared, which its appendix E forgot.
+    """Inverse of h(). Choice 5: eps as in NGU's table; the root is squared, as its appendix E forgot to do.
 
     The root is a quotient whose parts do not cancel: the paper's difference of two numbers near 1 does.
     """
@@ -478,7 +403,7 @@ def episodic_reward(
 
 
 def rescaled(novelty: Tensor, mask: Tensor, how: Bonus) -> Tensor:
-    """Episodic rewards (T, B) by those of the batch that are no padding: what DI-engine uses or discusses."""
+    """Episodic rewards (T, B) on a scale of their batch without its padding, like DI-engine."""
     seen = novelty[mask]
     if how == "min-max":
         return (novelty - seen.min()) / (seen.max() - seen.min() + 1e-8)
@@ -567,7 +492,7 @@ def mean_over_processes(x: Tensor) -> Tensor:
 
 
 class RunningMoments(nn.Module):
-    """Mean and variance of what was seen, by its last `horizon` members or so, as buffers."""
+    """Running mean and variance, mostly of the last `horizon` members seen; buffers."""
 
     def __init__(self, *shape: int, horizon: float = np.inf):
         super().__init__()
@@ -576,7 +501,7 @@ class RunningMoments(nn.Module):
             self.register_buffer(name, x)
 
     def update(self, x: Tensor):
-        """With a batch (n, ...), but in evaluation."""
+        """Includes a batch (n, ...), except in evaluation."""
         if not self.training:
             return
         n, mean, total = len(x), x.mean(0), self.count + len(x)
@@ -587,55 +512,47 @@ class RunningMoments(nn.Module):
         self.count.copy_(total.clamp(max=self.horizon))
 
 
-class Curiosity(nn.Module):
-    """The intrinsic reward: novelty within the episode times novelty for life. One memory an environment."""
+class FrozenEmbedding(nn.Sequential):
+    """A copy of the embedding, for episodes that begin from now on.
 
-    def __init__(self, envs: gym.vector.VectorEnv, args: Args):
-        super().__init__()
-        self.args, N, num_actions = args, envs.num_envs, int(envs.single_action_space.n)
-        shape = scaled_shape(envs)
-        self.embedding = encoder(shape, 32)
-        self.inverse = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, num_actions))
-        self.rnd_target, self.rnd_predictor = (encoder(shape, 128)[:-1] for _ in range(2))
-        nn.ModuleList((self.embedding, self.inverse)).requires_grad_(args.train_embedding)
-        self.rnd_predictor.requires_grad_(args.rnd)
-        self.rnd_target.requires_grad_(False)
-        self.whitening = RunningMoments(1, *shape).to(memory_format=torch.channels_last)  # as what it whitens
-        self.errors, self.novelties = RunningMoments(horizon=2e3 / WORLD_SIZE), RunningMoments()
-        self.memory, self.remembered = np.zeros((N, args.memory_size, 32), np.float32), np.zeros(N, np.int64)
-        self.acting_embedding = deepcopy(self.embedding).requires_grad_(False)
-        self.acting_embedding.register_buffer("distances", torch.zeros(2))  # their sum and number
-        self.embeddings = [self.acting_embedding] * N  # of the episode in each environment
+    distances: sum and number of squared distances between what it embedded, of the last hundred steps or so.
+    """
 
-    def refresh(self):
-        """Embed episodes that begin from now on by the embedding as it is now.
+    def __init__(self, embedding: nn.Sequential, distances: Tensor):
+        super().__init__(*deepcopy(embedding))
+        self.requires_grad_(False)
+        self.register_buffer("distances", distances)
 
-        An episode keeps the embedding that it began with, as its memories are of that one.
-        """
-        total, count = self.acting_embedding.distances
-        mean = total / count.clamp(min=1e-6)
-        # It begins with the mean distance so far, which the first distances of its own outweigh.
-        distances = 1e-6 * torch.stack((mean, torch.ones_like(mean)))
-        self.acting_embedding = deepcopy(self.embedding).requires_grad_(False)
-        self.acting_embedding.register_buffer("distances", distances)
+    def note_distances(self, nearest: np.ndarray):
+        """Adds the squared distances of a step (n, neighbors), except in evaluation."""
+        found = nearest[np.isfinite(nearest)]
+        if self.training:
+            self.distances.mul_(0.99).add_(self.distances.new_tensor((found.sum(), found.size)))
 
-    def merge(self):
-        """Statistics with those of torchrun's other processes, which have seen as many steps."""
-        for moments in (self.whitening, self.errors, self.novelties):
-            mean = mean_over_processes(moments.mean)
-            moments.var.copy_(mean_over_processes(moments.var + (moments.mean - mean) ** 2))
-            moments.mean.copy_(mean)
-        distances = self.acting_embedding.distances
-        distances.copy_(mean_over_processes(distances))
+    def mean_distance(self) -> float:
+        total, count = self.distances
+        return (total / count.clamp(min=1e-6)).item()
 
-    def begin(self, obs: np.ndarray, starts: np.ndarray):
-        """Where an episode begins: forget all but its first observation, and take the newest embedding."""
-        self.remembered[starts] = 0
-        for n in starts.nonzero()[0]:
-            self.embeddings[n] = self.acting_embedding
-        self.remember(self.embed(scaled(torch.as_tensor(obs, device=self.args.device))), starts)
 
-    def users(self) -> list[tuple[nn.Module, list[int]]]:
+class EpisodicMemory:
+    """Embedded observations (N, memory_size, 32) of the episode in each environment, the newest ones.
+
+    An episode keeps the embedding with which it began: what two of them embed cannot be compared.
+    """
+
+    def __init__(self, num_envs: int, args: Args):
+        self.entries = np.zeros((num_envs, args.memory_size, 32), np.float32)
+        self.counts = np.zeros(num_envs, np.int64)  # of observations so far, those overwritten too
+        self.embeddings = [None] * num_envs
+        self.memory_size, self.neighbors = args.memory_size, args.neighbors
+
+    def forget(self, where: np.ndarray, embedding: FrozenEmbedding):
+        """Empties it where an episode begins, to be embedded by this embedding."""
+        self.counts[where] = 0
+        for n in where.nonzero()[0]:
+            self.embeddings[n] = embedding
+
+    def users(self) -> list[tuple[FrozenEmbedding, list[int]]]:
         """The embeddings, and the environments whose episodes began with each."""
         return [(x, [n for n, used in enumerate(self.embeddings) if used is x]) for x in set(self.embeddings)]
 
@@ -646,45 +563,88 @@ class Curiosity(nn.Module):
             embedded[n] = embedding(x[n]).cpu().numpy()
         return embedded
 
-    def mean_distances(self, nearest: np.ndarray) -> np.ndarray:
-        """Mean squared distances (N, 1) to go with the squared distances (N, neighbors) of this step.
-
-        Choice 3: a running mean of all environments, updated before its use, kept across episodes; of the
-        last hundred steps, as the agent changes. Each embedding has its own, as each has its own scale.
-        """
-        means = np.zeros((len(nearest), 1))
-        for embedding, n in self.users():
-            found, distances = nearest[n][np.isfinite(nearest[n])], embedding.distances
-            if self.training:
-                distances.mul_(0.99).add_(distances.new_tensor((found.sum(), found.size)))
-            means[n] = (distances[0] / distances[1].clamp(min=1e-6)).item()
-        return means
-
-    def remember(self, embedded: np.ndarray, where: np.ndarray):
+    def add(self, embedded: np.ndarray, where: np.ndarray):
         n = where.nonzero()[0]
-        self.memory[n, self.remembered[n] % self.args.memory_size] = embedded[n]
-        self.remembered[n] += 1
+        self.entries[n, self.counts[n] % self.memory_size] = embedded[n]
+        self.counts[n] += 1
 
     def nearest(self, embedded: np.ndarray) -> np.ndarray:
-        """Squared distances (N, neighbors) to the nearest memories, infinite where there are fewer."""
-        known = min(int(self.remembered.max()), self.args.memory_size)
-        distances = ((self.memory[:, :known] - embedded[:, None]) ** 2).sum(-1)
-        distances[np.arange(known) >= self.remembered[:, None]] = np.inf
-        nearest, k = np.full((len(embedded), self.args.neighbors), np.inf), min(self.args.neighbors, known)
+        """Squared distances (N, neighbors) to the nearest entries, infinite where there are fewer."""
+        known = min(int(self.counts.max()), self.memory_size)
+        distances = ((self.entries[:, :known] - embedded[:, None]) ** 2).sum(-1)
+        distances[np.arange(known) >= self.counts[:, None]] = np.inf
+        nearest, k = np.full((len(embedded), self.neighbors), np.inf), min(self.neighbors, known)
         nearest[:, :k] = np.partition(distances, k - 1, axis=1)[:, :k]
         return nearest
+
+
+class Curiosity(nn.Module):
+    """The intrinsic reward: novelty within the episode times novelty for life."""
+
+    def __init__(self, envs: gym.vector.VectorEnv, args: Args):
+        super().__init__()
+        self.args, num_actions, shape = args, int(envs.single_action_space.n), scaled_shape(envs)
+        self.embedding = encoder(shape, 32)
+        self.inverse = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, num_actions))
+        self.rnd_target, self.rnd_predictor = (encoder(shape, 128)[:-1] for _ in range(2))
+        nn.ModuleList((self.embedding, self.inverse)).requires_grad_(args.train_embedding)
+        self.rnd_predictor.requires_grad_(args.rnd)
+        self.rnd_target.requires_grad_(False)
+        self.whitening = RunningMoments(1, *shape).to(memory_format=torch.channels_last)  # as what it whitens
+        self.errors, self.novelties = RunningMoments(horizon=2e3 / WORLD_SIZE), RunningMoments()
+        self.acting_embedding = FrozenEmbedding(self.embedding, torch.zeros(2))
+        self.memory = EpisodicMemory(envs.num_envs, args)
+
+    def refresh(self):
+        """Embeds episodes that begin from now on by the embedding as it is now."""
+        # It begins with the mean distance so far, which the first distances of its own outweigh.
+        mean = self.acting_embedding.mean_distance()
+        distances = 1e-6 * torch.tensor([mean, 1.0], device=self.args.device)
+        self.acting_embedding = FrozenEmbedding(self.embedding, distances)
+
+    def merge(self):
+        """Merges statistics with those of torchrun's other processes, which have seen as many steps."""
+        for moments in (self.whitening, self.errors, self.novelties):
+            mean = mean_over_processes(moments.mean)
+            moments.var.copy_(mean_over_processes(moments.var + (moments.mean - mean) ** 2))
+            moments.mean.copy_(mean)
+        distances = self.acting_embedding.distances
+        distances.copy_(mean_over_processes(distances))
+
+    def begin(self, obs: np.ndarray, starts: np.ndarray):
+        """Forgets all but the first observation where an episode begins."""
+        self.memory.forget(starts, self.acting_embedding)
+        self.memory.add(self.memory.embed(scaled(torch.as_tensor(obs, device=self.args.device))), starts)
 
     def forward(self, obs: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
         """Intrinsic rewards (N,) of arriving at observations (N, ...), alpha (N,) in them, and what to log.
 
-        Choice 1: the reward is that of the state arrived at, and belongs to the action that led there. It is
-        compared with what was seen before it, and then remembered itself.
+        Choice 1: the reward is that of the state arrived at, and belongs to the action that led there.
         """
-        args, x = self.args, scaled(torch.as_tensor(obs, device=self.args.device))
-        embedded = self.embed(x)
-        nearest = self.nearest(embedded)
-        mean = self.mean_distances(nearest)
-        novelty, usual = episodic_reward(nearest, mean, args.kernel_eps), args.usual_novelty
+        x = scaled(torch.as_tensor(obs, device=self.args.device))
+        novelty, mean_distance = self.novelty_in_episode(x)
+        alpha = self.novelty_for_life(x) if self.args.rnd else np.ones(len(obs))
+        reward = novelty * alpha
+        info = dict(novelty=novelty, distance=mean_distance, memory=self.memory.counts)
+        info |= dict(alpha=alpha, reward=reward)
+        if self.args.rnd:
+            info |= dict(alpha_at_least=alpha <= 1, alpha_at_most=alpha >= self.args.rnd_max)
+        info = {name: float(values.mean()) for name, values in info.items()}
+        return reward.astype(np.float32), alpha.astype(np.float32), info
+
+    def novelty_in_episode(self, x: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Novelty (N,) of scaled observations among those before in their episodes, and mean distances (N,).
+
+        They are compared with what was seen before them, and then remembered themselves.
+        """
+        args, embedded = self.args, self.memory.embed(x)
+        nearest, mean = self.memory.nearest(embedded), np.zeros(len(x))
+        # Choice 3: a running mean of all environments, updated before its use, kept across episodes; of the
+        # last hundred steps, as the agent changes. Each embedding has its own, as each has its own scale.
+        for embedding, n in self.memory.users():
+            embedding.note_distances(nearest[n])
+            mean[n] = embedding.mean_distance()
+        novelty, usual = episodic_reward(nearest, mean[:, None], args.kernel_eps), args.usual_novelty
         if args.bonus == "long-run-mean":
             self.novelties.update(torch.from_numpy(novelty).float().to(x.device))
             usual = self.novelties.mean.item()
@@ -693,29 +653,27 @@ class Curiosity(nn.Module):
         # steps of an episode were worth far more than 1, whatever was done. The paper does not divide.
         if args.bonus == "calibrated":
             novelty = novelty.clip(max=1)
-        self.remember(embedded, np.ones(len(obs), bool))
-        info = dict(novelty=novelty.mean(), distance=mean.mean(), memory=self.remembered.mean())
-        alpha = np.ones(len(obs))
-        if args.rnd:  # section 2: 1 + (error - mean) / standard deviation, in [1, rnd_max]
-            self.whitening.update(x)
-            errors = self.prediction_errors(x)
-            self.errors.update(errors)
-            # Errors have no scale, as they shrink while the predictor learns: no constant is added to theirs.
-            deviation = self.errors.var.sqrt().clamp(min=torch.finfo(torch.float32).tiny)
-            alpha = 1 + ((errors - self.errors.mean) / deviation).cpu().numpy()
-            info |= dict(alpha_at_least=(alpha <= 1).mean(), alpha_at_most=(alpha >= args.rnd_max).mean())
-            alpha = alpha.clip(1, args.rnd_max)
-        info |= dict(alpha=alpha.mean(), reward=(novelty * alpha).mean())
-        return (novelty * alpha).astype(np.float32), alpha.astype(np.float32), info
+        self.memory.add(embedded, np.ones(len(x), bool))
+        return novelty, mean
+
+    def novelty_for_life(self, x: Tensor) -> np.ndarray:
+        """Alpha (N,) of section 2: 1 + (error - mean) / standard deviation of RND errors, in [1, rnd_max]."""
+        self.whitening.update(x)
+        errors = self.prediction_errors(x)
+        self.errors.update(errors)
+        # Errors have no scale, as they shrink while the predictor learns: no constant is added to theirs.
+        deviation = self.errors.var.sqrt().clamp(min=torch.finfo(torch.float32).tiny)
+        alpha = 1 + ((errors - self.errors.mean) / deviation).cpu().numpy()
+        return alpha.clip(1, self.args.rnd_max)
 
     def prediction_errors(self, x: Tensor) -> Tensor:
-        """Of random network distillation (n,), on scaled observations (n, ...), whitened."""
+        """RND errors (n,) of scaled observations (n, ...), which it whitens."""
         mean, std = self.whitening.mean, (self.whitening.var + 1e-8).sqrt()
         x = (x - mean).div_(std).clamp_(-5, 5)
         return ((self.rnd_predictor(x) - self.rnd_target(x)) ** 2).mean(-1)
 
     def loss(self, obs: Tensor, places: Tensor, actions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Of last_transitions(): inverse dynamics, and the predictor's errors."""
+        """Loss of inverse dynamics and of the predictor on last_transitions(), and the diagnostics to log."""
         x = scaled(obs)
         logits = self.inverse(torch.cat(self.embedding(x)[places].unbind(), -1))
         inverse_loss = nn.functional.cross_entropy(logits, actions)
@@ -740,7 +698,7 @@ def last_transitions(batch: dict[str, Tensor], steps: int) -> tuple[Tensor, Tens
 # === Replay ==================================================================================
 
 
-class Replay:  # differs from impala_vtrace.py: keeps steps once, and cuts its sequences from episodes itself
+class Replay:
     """The newest rows of each environment, and a table of the sequences in them, which are drawn by priority.
 
     A sequence begins every `period` steps of an episode. The end cuts the oldest unfinished one short, and
@@ -749,11 +707,16 @@ class Replay:  # differs from impala_vtrace.py: keeps steps once, and cuts its s
     with the state stored before row 0.
     """
 
-    def __init__(self, args: Args, row: dict[str, np.ndarray]):
-        self.args, N = args, len(row["obs"])
+    def __init__(self, args: Args, envs: gym.vector.VectorEnv):
+        self.args, N, space = args, envs.num_envs, envs.single_observation_space
         self.size = args.replay_steps // args.num_envs  # rows of an environment: the next replaces the oldest
-        row = row | {name: row["r_ext"] for name in ("mu", "alpha", "discounts")} | dict(ends=row["starts"])
-        self.rows = {name: np.zeros((N, self.size, *x.shape[1:]), x.dtype) for name, x in row.items()}
+        self.rows = dict(obs=np.zeros((N, self.size, *space.shape), space.dtype))
+        for name in ("last_actions", "policies"):
+            self.rows[name] = np.zeros((N, self.size), np.int64)
+        for name in ("r_ext", "r_int", "mu", "alpha", "discounts"):
+            self.rows[name] = np.zeros((N, self.size), np.float32)
+        for name in ("starts", "ends"):
+            self.rows[name] = np.zeros((N, self.size), bool)
         self.written = np.zeros(N, np.int64)  # rows of an environment so far, those that were replaced too
         self.begun = np.zeros(N, np.int64)  # first row of the oldest unfinished sequence
         self.states = np.zeros((N, self.size // args.period + 2, 2, args.hidden_size), np.float32)
@@ -800,7 +763,7 @@ class Replay:  # differs from impala_vtrace.py: keeps steps once, and cuts its s
         self.written[n] += 1
 
     def place_of_state(self, row: np.ndarray) -> np.ndarray:
-        """In the ring of states, for a sequence by its first row: at least `period` rows lie between two."""
+        """Place of a sequence in the ring of states, by its first row: two are `period` rows apart or more."""
         return row // self.args.period % self.states.shape[1]
 
     def sample(self, size: int, rng: np.random.Generator) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -843,7 +806,7 @@ class Replay:  # differs from impala_vtrace.py: keeps steps once, and cuts its s
 # === Training ================================================================================
 
 
-class Actor:  # differs from impala_vtrace.py: one group, epsilon-greedy, with novelty
+class Actor:
     """Plays environments by epsilon-greedy policies, and says what each arrival is worth.
 
     row: what is to be seen now, arrays (N, ...): obs, last_actions, r_ext (raw) and r_int, zeros where an
@@ -851,17 +814,21 @@ class Actor:  # differs from impala_vtrace.py: one group, epsilon-greedy, with n
     state: (2, N, hidden_size), the network's hidden and cell state before it.
     """
 
-    def __init__(self, args: Args, envs: gym.vector.VectorEnv, agent: Agent, curiosity: Curiosity, seed: int):
+    def __init__(self, args: Args, envs: gym.vector.VectorEnv, agent: Agent, curiosity: Curiosity):
         self.args, self.envs, self.agent, self.curiosity = args, envs, agent, curiosity
-        obs, _ = envs.reset(seed=seed)
-        N = envs.num_envs
+
+    @torch.no_grad()
+    def reset(self, seed: int):
+        N, args = self.envs.num_envs, self.args
+        obs, _ = self.envs.reset(seed=seed)
         self.row = dict(obs=obs, last_actions=np.zeros(N, np.int64), starts=np.ones(N, bool))
         self.row |= dict(r_ext=np.zeros(N, np.float32), r_int=np.zeros(N, np.float32))
         self.row["policies"] = np.random.default_rng(seed).integers(args.num_policies, size=N)
         self.state = torch.zeros(2, N, args.hidden_size, device=args.device)
         if args.beta > 0:
-            curiosity.begin(obs, self.row["starts"])
+            self.curiosity.begin(obs, self.row["starts"])
 
+    @torch.no_grad()
     def step(self, epsilon: np.ndarray, rng: np.random.Generator) -> tuple[dict, list, dict[str, float]]:
         """One step of each environment, epsilon (N,) of them by random actions.
 
@@ -902,111 +869,37 @@ class Actor:  # differs from impala_vtrace.py: one group, epsilon-greedy, with n
         return arrival, episodes, novelty
 
 
-class StallTimer(ContextDecorator):
-    """Ends the process, and shows where each thread is, unless set() is called again within --stall-seconds.
-
-    It decorates train() and evaluate(), and stops when they end: a notebook goes on after an exception.
-    """
-
-    watcher = None
-
-    def __enter__(self):
-        self.stop = threading.Event()
-
-    def __exit__(self, *_):
-        self.stop.set()
-        if self.watcher:
-            self.watcher.join()
-            self.watcher = None
-
-    def set(self, seconds: int):
-        self.deadline = time.monotonic() + seconds
-        if seconds and not self.watcher:
-            self.watcher = threading.Thread(target=self.watch, args=[seconds], daemon=True)
-            self.watcher.start()
-
-    def watch(self, seconds: int):
-        message, stopped = f"--stall-seconds {seconds}: nothing ended within that time\n", False
-        while not stopped:
-            # may crash beside threads that run, so it is only for C code that keeps Python's lock
-            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
-            stopped = self.stop.wait(0.5)
-            if not stopped and time.monotonic() > self.deadline:
-                try:
-                    os.write(2, message.encode())
-                    faulthandler.dump_traceback(file=2)
-                finally:
-                    os._exit(1)
-        faulthandler.cancel_dump_traceback_later()
-
-
-stall_timer = StallTimer()
-
-
-@stall_timer
-@torch.no_grad()  # except in update()
-def train(args: Args, stop: Sequence[int] = ()) -> Path:
-    # differs from ppo.py: a replay between acting and updates, two networks and a curiosity
-    """Trains; returns the run folder. With a signal's number in stop, saves and exits after an iteration."""
-    if args.device == "cuda":
-        torch.cuda.set_device(LOCAL_RANK)
-    if WORLD_SIZE > 1:
-        # imported later, as by an optimizer, it would keep the group, whose threads may then abort the exit
-        from torch import _dynamo  # noqa: F401
-
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
-        atexit.register(torch.distributed.destroy_process_group)
-    torch.manual_seed(args.seed)
-    torch.set_flush_denormal(True)  # denormal numbers are slow, and Adam's moments of dead units become such
+def train(args: Args) -> Path:
+    """Trains an agent; returns the run folder."""
+    start_process(args)
     keep_freed_memory()
-    T, N = args.num_steps, args.num_envs // WORLD_SIZE
+    T, N, device = args.num_steps, args.num_envs // WORLD_SIZE, args.device
     envs = make_env(args, N)
     if kind_of(envs.single_observation_space.shape) != "pixels":
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
-    agent = Agent(envs, args).to(args.device)
-    curiosity = Curiosity(envs, args).to(args.device)
-    target_agent = Agent(envs, args).to(args.device)
-    target_agent.load_state_dict(agent.state_dict())
+    agent, curiosity = Agent(envs, args).to(device), Curiosity(envs, args).to(device)
+    target_agent = deepcopy(agent)
     adam = dict(eps=args.adam_eps, fused=True)
-    optimizer = torch.optim.Adam([flatten(list(agent.parameters()))], lr=args.learning_rate, **adam)
+    optimizer = torch.optim.Adam([flatten(agent.parameters())], lr=args.learning_rate, **adam)
     trained = [x for x in curiosity.parameters() if x.requires_grad]
     trained = flatten(trained) if trained else torch.zeros(0)
     auxiliary = torch.optim.Adam([trained], lr=args.auxiliary_lr, **adam)
-    family = policy_family(args.num_policies, args.beta, args.gamma_max, args.gamma_min)
-    family = family.float().to(args.device)
+    family = policy_family(args.num_policies, args.beta, args.gamma_max, args.gamma_min).float().to(device)
     epsilon = epsilons(args.num_envs, args.epsilon)[RANK::WORLD_SIZE]  # greedy ones and others in each
 
-    run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")
-    run_dir = Path(args.resume or f"runs/{run_name}")
+    actor, replay = Actor(args, envs, agent, curiosity), Replay(args, envs)
     parts = dict(agent=agent, target_agent=target_agent, curiosity=curiosity)
-    parts |= dict(optimizer=optimizer, auxiliary=auxiliary)  # a checkpoint holds the state of each
-    saved, updates, last_returns = 0, 0, []  # returns of the policy that --evaluate plays
-    if RANK == 0:
-        run_lock = lock(run_dir)  # noqa: F841  train() holds it until it returns
-    if args.resume:
-        checkpoint = load_checkpoint(args.resume, parts, ("iteration", "updates", "last_returns"))
-        saved, updates = checkpoint["iteration"], checkpoint["updates"]
-        last_returns = checkpoint["last_returns"]
-        if over_processes("MAX", saved) != saved:
-            fail(f"{args.resume}: the processes of torchrun read different checkpoints")
-        optimizer.param_groups[0] |= dict(lr=args.learning_rate, eps=args.adam_eps)  # flags may change them
-        auxiliary.param_groups[0] |= dict(lr=args.auxiliary_lr, eps=args.adam_eps)
-    first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
-    if RANK == 0:
-        writer, bar = start_logging(args, run_dir, first_step)
-    over_processes("MAX", 0)  # all wait while Weights & Biases asks the first for a login
-    stall_timer.set(args.stall_seconds)
-    seed = args.seed + first_step + RANK * N  # a resumed run begins new episodes
-    actor = Actor(args, envs, agent, curiosity, seed)
-    replay = Replay(args, actor.row)
-    if args.save_replay:
+    parts |= dict(optimizer=optimizer, auxiliary=auxiliary)
+    if args.save_replay and RANK == 0:  # the others fill theirs anew
         parts["replay"] = replay
-        if args.resume and RANK == 0 and "replay" in checkpoint:  # it may begin to be saved
-            load_checkpoint(args.resume, dict(replay=replay))
+    run = Run(args, dict(updates=0), shown="policies/return_0", log_every=args.log_every, **parts)
+    optimizer.param_groups[0] |= dict(lr=args.learning_rate, eps=args.adam_eps)  # not the checkpoint's
+    auxiliary.param_groups[0] |= dict(lr=args.auxiliary_lr, eps=args.adam_eps)
     if RANK == 0:
         print(f"replay: {replay.size * N} steps, {replay.num_bytes / 1e6:.0f} MB", file=sys.stderr)
 
-    def step_by(optimizer: torch.optim.Optimizer, loss: Tensor):
+    def step_by(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
+        """Steps down the gradient of a loss; returns the gradient's norm."""
         (flat,) = optimizer.param_groups[0]["params"]
         loss.backward()
         if WORLD_SIZE > 1:  # averaged over the processes of torchrun
@@ -1015,37 +908,35 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
         optimizer.step()
         flat.grad.zero_()
+        return norm
 
-    @torch.enable_grad()
     def update(batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, priorities, info = q_loss(agent, target_agent, batch, family, args)
-        step_by(optimizer, loss)
+        loss, priorities, losses = q_loss(agent, target_agent, batch, family, args)
+        losses["grad_norm"] = step_by(optimizer, loss)
         if args.beta > 0 and (args.train_embedding or args.rnd):
             loss, more = curiosity.loss(*last_transitions(batch, args.auxiliary_steps))
             step_by(auxiliary, loss)
-            info |= more
-        return priorities, info
+            losses |= more
+        return priorities, losses
 
     if args.compile:
         update = torch.compile(update)
-
-    seen, trained_steps = [], 0  # what to log of novelty; steps in all batches
-    for iteration in range(first_iteration, args.num_iterations):
-        stall_timer.set(args.stall_seconds)
-        # Each iteration has a seed of its own, so no random state is saved. Python salts no hash of integers.
-        torch.manual_seed(hash((args.seed, iteration, RANK)))
+    first_step, trained_steps, novelties = run.step, 0, []  # trained_steps: in all batches
+    actor.reset(run.seed)
+    for iteration in run.iterations():
         rng = np.random.default_rng((args.seed, iteration, RANK))
-        step, episodes, info, reward = iteration * args.batch_size, [], {}, 0.0
+        losses, data, reward = {}, {}, 0.0
 
         # 1. act
         for _ in range(T):
             row = actor.row
-            arrival, ended, novelty = actor.step(epsilon, rng)
-            step += args.num_envs
-            episodes += [(step, scalars) for scalars in ended]
-            reward += float(arrival["r_ext"].sum())
-            seen += [novelty] if RANK == 0 else []
+            arrival, episodes, novelty = actor.step(epsilon, rng)
+            run.count_steps(args.num_envs, {})
+            run.episodes += [(run.step, episode) for episode in episodes]
             replay.append(row, arrival, actor.state.cpu().numpy())
+            reward += float(arrival["r_ext"].sum())
+            novelties.append(novelty)
+        run.check_finite(novelty | dict(reward=reward))  # which the replay would keep for later updates
         if WORLD_SIZE > 1 and args.beta > 0:
             curiosity.merge()
 
@@ -1055,71 +946,212 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
         for _ in range(0 if is_early else args.updates_per_rollout):
             places, batch = replay.sample(args.batch_sequences // WORLD_SIZE, rng)
             trained_steps += int(batch["mask"].sum()) * WORLD_SIZE
-            priorities, info = update({k: torch.as_tensor(x, device=args.device) for k, x in batch.items()})
+            data = dict(observations=batch["obs"], rewards=batch["rewards"])
+            priorities, losses = update({k: torch.as_tensor(x, device=device) for k, x in batch.items()})
             replay.priorities[places] = priorities.nan_to_num().cpu().numpy() + 1e-6  # NaN ends the run below
-            updates += 1
-            if updates % args.target_every == 0:
+            run.numbers["updates"] += 1
+            if run.numbers["updates"] % args.target_every == 0:
                 target_agent.load_state_dict(agent.state_dict())
-            if updates % args.embedding_every == 0 and args.train_embedding:
+            if run.numbers["updates"] % args.embedding_every == 0 and args.train_embedding:
                 curiosity.refresh()
 
-        # 3. log and save
-        scalars = {f"losses/{name}": x.item() for name, x in info.items()}
-        found = scalars | novelty | dict(reward=reward)  # which the replay would keep for later updates
-        if over_processes("MAX", not np.isfinite(list(found.values())).all()):  # in any process
-            good = f"{run_dir}/checkpoint.pt, of iteration {saved}" if saved else "none"
-            message = f"iteration {iteration + 1}: not finite: {found}; last good checkpoint: {good}"
-            sys.exit(message if RANK == 0 else 1)
-        of_first = [x["policies/return_0"] for _, x in episodes if "policies/return_0" in x]
-        last_returns = (last_returns + of_first)[-100:]
-        signum = int(over_processes("MAX", stop[0] if stop else 0))
-        ends = signum or iteration + 1 == args.num_iterations
-        if RANK == 0:
-            for end, episode in episodes:
-                log(writer, end, episode)
-            if ends or (iteration + 1) % args.log_every == 0:
-                scalars["charts/SPS"] = (step - first_step) / (time.time() - start)
-                scalars["charts/replay_ratio"] = trained_steps / (step - first_step)
-                scalars["replay/sequences"] = len(replay.sequences)
-                for name in ("mean", "std", "max") if len(replay.sequences) else ():
-                    scalars[f"replay/priority_{name}"] = getattr(replay.priorities, name)()
-                scalars |= {f"curiosity/{name}": np.mean([x[name] for x in seen]) for name in novelty}
-                log(writer, step, scalars)
-                seen = []
-            status = f"return {np.mean(last_returns or np.nan):.2f} with beta {family[0, 0]:g}"
-            bar.set_postfix_str(status, refresh=False)
-            bar.update(step - bar.n)
-            if ends or (iteration + 1) % args.save_every == 0:
-                saved = iteration + 1
-                writer.flush()
-                numbers = dict(iteration=saved, updates=updates, last_returns=last_returns)
-                save_checkpoint(run_dir, args, parts, **numbers)
-        if signum:
-            sys.exit(128 + signum)
+        # 3. log
+        scalars = {}
+        if run.is_logged:
+            scalars["charts/replay_ratio"] = trained_steps / (run.step - first_step)
+            scalars["replay/sequences"] = len(replay.sequences)
+            for name in ("mean", "std", "max") if len(replay.sequences) else ():
+                scalars[f"replay/priority_{name}"] = getattr(replay.priorities, name)()
+            scalars |= {f"curiosity/{name}": np.mean([x[name] for x in novelties]) for name in novelty}
+            novelties = []
+        run.log(losses, scalars, f" with beta {family[0, 0]:g}", **data)
     envs.close()
-    return run_dir
+    return run.folder
 
 
-def keep_freed_memory():
-    """Keeps glibc from returning freed memory to the kernel, page by page: a fifth of an update on a CPU."""
-    if sys.platform == "linux":
-        mallopt = ctypes.CDLL(None).mallopt
-        if not mallopt(-3, 2**30):  # M_MMAP_THRESHOLD
-            mallopt(-3, 2**25)  # the most that older versions take
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+# === Evaluation ==============================================================================
 
 
-def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
-    """Makes parameters views of one tensor, and their gradients views of its gradient.
+@torch.no_grad()
+def evaluate(args: Args) -> list[float]:
+    """Returns of full episodes of a run's agent, by its policy with the smallest beta and by eval_epsilon."""
+    seed_all(args.seed)
+    envs = make_env(args, 1, Path(args.evaluate) / "videos" if args.capture_video else None)
+    agent, curiosity = Agent(envs, args).to(args.device), Curiosity(envs, args).to(args.device)
+    load_checkpoint(args.evaluate, dict(agent=agent, curiosity=curiosity))
+    curiosity.eval()  # its statistics stay as they are
+    heartbeat("evaluation")
+    seed = args.seed + args.total_timesteps + args.num_envs  # no seed of training
+    actor = Actor(replace(args, num_policies=1), envs, agent, curiosity)
+    actor.reset(seed)
+    rng, returns = np.random.default_rng(seed), []
+    while len(returns) < args.eval_episodes:
+        heartbeat("evaluation")
+        _, episodes, _ = actor.step(np.full(1, args.eval_epsilon), rng)
+        returns += [episode["charts/episodic_return"] for episode in episodes]
+    envs.close()
+    return returns
 
-    Adam, clipping and the sum over processes are then one operation each, not one for each parameter.
+
+# === From here on nothing is the algorithm's: the run's folder, its processes, the command line ===
+
+import argparse
+import atexit
+import ctypes
+import faulthandler
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pickle import UnpicklingError
+from typing import NoReturn
+from zipfile import BadZipFile, ZipFile
+
+import tyro
+from filelock import FileLock
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+SCRIPT = Path(__file__).stem
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # rank on this machine; each has a GPU
+HEARTBEATS: dict[str, float] = {}  # when each loop last went on
+
+
+class Run:
+    """The folder of a run: the state of its parts, its logs, and what was counted so far.
+
+    parts: objects whose state_dict() a checkpoint holds. numbers: what it holds beside them.
+    shown: tag of the returns in the progress bar. log_every: iterations between logs of all but episodes.
     """
-    flat = nn.Parameter(torch.cat([x.data.flatten() for x in parameters]))
-    flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in parameters]
-    for x, part, grad in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
-        part = part.as_strided(x.shape, x.stride()).copy_(x.data)  # channels may be last in memory
-        x.data, x.grad = part, grad.as_strided(x.shape, x.stride())
-    return flat
+
+    stop_signal = 0  # a signal that asks for the end of the process after its iteration
+
+    def __init__(
+        self, args: Args, numbers: dict | None = None, shown="charts/episodic_return", log_every=1, **parts
+    ):
+        name = f"{args.env_id[:99]}__{SCRIPT}__{args.seed}__{time.time_ns()}"  # 255 bytes at most
+        name = name.replace("/", "-").replace(":", "-").replace(",", "+")  # W&B refuses these three
+        self.args, self.parts, self.shown, self.log_every = args, parts, shown, log_every
+        self.folder = Path(args.resume or f"runs/{name}")
+        self.numbers = dict(iteration=0, last_returns=[]) | (numbers or {})
+        if RANK == 0:
+            self.lock = lock(self.folder)
+        if args.resume:
+            state = load_checkpoint(args.resume, parts, self.numbers)
+            self.numbers = {name: state[name] for name in self.numbers}
+            if over_processes("MAX", self.numbers["iteration"]) != self.numbers["iteration"]:
+                fail(f"{args.resume}: the processes of torchrun read different checkpoints")
+        self.step = self.numbers["iteration"] * args.batch_size
+        self.seed = args.seed + self.step + RANK * args.num_envs // WORLD_SIZE  # of the next episodes
+        self.episodes, self.timed_from = [], None
+        if RANK == 0:
+            self.writer = start_logging(args, self.folder, self.step)
+            style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
+            total = args.num_iterations * args.batch_size
+            self.bar = tqdm(total=total, initial=self.step, unit="step", unit_scale=True, **style)
+        over_processes("MAX", 0)  # all wait while Weights & Biases asks the first for a login
+        heartbeat("iteration")
+
+    def iterations(self) -> Iterator[int]:
+        """Counts the iterations that are left. Saves after some of them, the last one, and a signal's."""
+        saved, end = self.numbers["iteration"], self.args.num_iterations
+        for done in range(saved + 1, end + 1):
+            heartbeat("iteration")
+            # Each has a seed of its own, so no random state is saved. Python salts no hash of integers.
+            seed_all(hash((self.args.seed, done - 1, RANK)))
+            self.is_logged = done % self.log_every == 0 or done == end
+            yield done - 1
+            signum = int(over_processes("MAX", Run.stop_signal))
+            if signum or done % self.args.save_every == 0 or done == end:
+                self.numbers["iteration"] = done
+                if RANK == 0:
+                    self.writer.flush()
+                    save_checkpoint(self.folder, self.args, self.parts, self.numbers)
+            if signum:
+                sys.exit(128 + signum)
+
+    def count_steps(self, n: int, info: dict):
+        """Counts n environment steps, and notes the episodes that ended in them."""
+        self.step += n
+        self.episodes += [(self.step, episode) for episode in ended_episodes(info)]
+
+    def log(self, losses: dict[str, Tensor], scalars: dict[str, float], status: str = "", **data):
+        """Logs an iteration. A loss that is not finite ends the run, which names such data, too.
+
+        data: arrays of observations, rewards and values.
+        """
+        losses = {f"losses/{name}": float(x) for name, x in losses.items()}
+        self.check_finite(losses, data)
+        returns = [episode[self.shown] for _, episode in self.episodes if self.shown in episode]
+        self.numbers["last_returns"] = (self.numbers["last_returns"] + returns)[-100:]
+        if RANK == 0:
+            numbers = [(self.step, losses | scalars | self.speed())] if self.is_logged else []
+            for step, logged in self.episodes + numbers:
+                for name, x in logged.items():
+                    if np.isfinite(float(x)):
+                        self.writer.add_scalar(name, float(x), step)
+            mean = np.mean(self.numbers["last_returns"] or np.nan)
+            self.bar.set_postfix_str(f"return {mean:.1f}{status}", refresh=False)
+            self.bar.update(self.step - self.bar.n)
+        self.timed_from = self.timed_from or (self.step, time.monotonic())
+        self.episodes = []
+
+    def speed(self) -> dict[str, float]:
+        """Steps per second since the end of the first iteration, which may have compiled."""
+        if self.timed_from is None:
+            return {}
+        first_step, start = self.timed_from
+        return {"charts/SPS": (self.step - first_step) / (time.monotonic() - start)}
+
+    def check_finite(self, scalars: dict[str, float], data: dict | None = None):
+        """Ends the run in all processes where a number is not finite in one."""
+        bad = {name: x for name, x in scalars.items() if not np.isfinite(x)}
+        if over_processes("MAX", len(bad)):
+            causes = [name for name, x in (data or {}).items() if not torch.as_tensor(x).isfinite().all()]
+            message = f"step {self.step}: not finite: {bad or 'a number of another process'}"
+            message += f", and {', '.join(causes)}" if causes else ""
+            saved = self.numbers["iteration"]
+            good = f"{self.folder}/checkpoint.pt, of iteration {saved}" if saved else "none"
+            sys.exit(f"{message}; last good checkpoint: {good}" if RANK == 0 else 1)
+
+
+def ended_episodes(info: dict) -> list[dict[str, float]]:
+    """Return, length and the numbers of its last info, of each episode that ended in a step."""
+    if "final_info" not in info:
+        return []
+    final, episodes = info["final_info"], []
+    names = [name for name in final if f"_{name}" in final]  # _name marks the environments that have it
+    names = [name for name in names if np.ndim(final[name]) == 1 and final[name].dtype.kind in "biuf"]
+    for n in final["_episode"].nonzero()[0]:
+        scalars = {f"charts/{name}": float(final[name][n]) for name in names if final[f"_{name}"][n]}
+        scalars["charts/episodic_return"] = float(final["episode"]["r"][n])
+        scalars["charts/episodic_length"] = float(final["episode"]["l"][n])
+        episodes.append(scalars)
+    return episodes
+
+
+def start_process(args: Args):
+    """Joins the other processes of torchrun, takes its GPU, and seeds all that is random before training."""
+    if args.device == "cuda":
+        torch.cuda.set_device(LOCAL_RANK)
+    if WORLD_SIZE > 1:
+        # imported later, as by an optimizer, it would keep the group, whose threads may then abort the exit
+        from torch import _dynamo  # noqa: F401
+
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
+        atexit.register(torch.distributed.destroy_process_group)
+    seed_all(args.seed)
+    torch.set_flush_denormal(True)  # denormal numbers are slow, and Adam's moments of dead units become such
+
+
+def seed_all(seed: int):
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def over_processes(operation: str, x: float | Tensor) -> float:
@@ -1130,31 +1162,27 @@ def over_processes(operation: str, x: float | Tensor) -> float:
     return x.item()
 
 
-# === Evaluation ==============================================================================
+def flatten(parameters: Iterable[nn.Parameter]) -> nn.Parameter:
+    """Makes parameters views of one tensor, and their gradients views of its gradient.
+
+    Adam, clipping and the sum over processes are then one operation each, not one for each parameter.
+    """
+    parameters = list(parameters)
+    flat = nn.Parameter(torch.cat([x.data.flatten() for x in parameters]))
+    flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in parameters]
+    for x, part, grad in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
+        part = part.as_strided(x.shape, x.stride()).copy_(x.data)  # channels may be last in memory
+        x.data, x.grad = part, grad.as_strided(x.shape, x.stride())
+    return flat
 
 
-@stall_timer
-@torch.no_grad()
-def evaluate(args: Args) -> list[float]:
-    # differs from ppo.py: recurrent, of the first policy, with the novelty that the network wants to see
-    """Returns of full episodes of a run's agent, by its policy with the smallest beta and by eval_epsilon."""
-    envs = make_env(args, 1, Path(args.evaluate) / "videos" if args.capture_video else None)
-    agent, curiosity = Agent(envs, args).to(args.device), Curiosity(envs, args).to(args.device)
-    load_checkpoint(args.evaluate, dict(agent=agent, curiosity=curiosity))
-    curiosity.eval()  # its statistics stay as they are
-    seed = args.seed + args.total_timesteps + args.num_envs  # no seed of training
-    stall_timer.set(args.stall_seconds)
-    actor = Actor(replace(args, num_policies=1), envs, agent, curiosity, seed)
-    rng, returns = np.random.default_rng(seed), []
-    while len(returns) < args.eval_episodes:
-        stall_timer.set(args.stall_seconds)
-        _, episodes, _ = actor.step(np.full(1, args.eval_epsilon), rng)
-        returns += [episode["charts/episodic_return"] for episode in episodes]
-    envs.close()
-    return returns
-
-
-# === Logs and checkpoints ====================================================================
+def keep_freed_memory():
+    """Keeps glibc from returning freed memory to the kernel, page by page: a fifth of an update on a CPU."""
+    if sys.platform == "linux":
+        mallopt = ctypes.CDLL(None).mallopt
+        if not mallopt(-3, 2**30):  # M_MMAP_THRESHOLD
+            mallopt(-3, 2**25)  # the most that older versions take
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def lock(run_dir: Path) -> FileLock:
@@ -1167,8 +1195,8 @@ def lock(run_dir: Path) -> FileLock:
     return run_lock
 
 
-def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[SummaryWriter, tqdm]:
-    """TensorBoard's writer and a progress bar. With --track, Weights & Biases gets what TensorBoard gets."""
+def start_logging(args: Args, run_dir: Path, first_step: int) -> SummaryWriter:
+    """TensorBoard's writer. With --track, Weights & Biases gets what TensorBoard gets."""
     if args.track:
         import wandb
 
@@ -1185,19 +1213,11 @@ def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[SummaryWr
     writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
     atexit.register(writer.close)  # writes the last logs after an exception, too
     writer.add_text("args", "\n".join(f"    {name}: {x}" for name, x in asdict(args).items()))
-    style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
-    total = args.num_iterations * args.batch_size
     print(run_dir)
-    return writer, tqdm(total=total, initial=first_step, unit="step", unit_scale=True, **style)
+    return writer
 
 
-def log(writer: SummaryWriter, step: int, scalars: dict[str, float]):
-    for name, x in scalars.items():
-        if np.isfinite(x):
-            writer.add_scalar(name, x, step)
-
-
-def save_checkpoint(run_dir: Path, args: Args, parts: dict, **numbers):
+def save_checkpoint(run_dir: Path, args: Args, parts: dict, numbers: dict):
     """Saves atomically: a kill leaves the old checkpoint or the new one."""
     state = {name: part.state_dict() for name, part in parts.items()} | numbers
     state |= dict(script=SCRIPT, args=asdict(args) | dict(resume=None))
@@ -1206,7 +1226,7 @@ def save_checkpoint(run_dir: Path, args: Args, parts: dict, **numbers):
     (run_dir / "checkpoint.tmp").replace(run_dir / "checkpoint.pt")
 
 
-def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[str] = ()) -> dict:
+def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Iterable[str] = ()) -> dict:
     """What save_checkpoint() saved, with Args. Parts take on their saved state. Numbers must be there."""
     path = Path(run_dir) / "checkpoint.pt"
     try:
@@ -1222,26 +1242,107 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[s
         fail(f"{path} cannot be loaded with these flags and this {SCRIPT}.py: {error!r:.150}")
 
 
-# === Main ====================================================================================
+def heartbeat(name: str):
+    """Says that a loop goes on; see watch_heartbeats()."""
+    HEARTBEATS[name] = time.monotonic()
 
 
-def parse_args() -> Args:
-    # differs from ppo.py: more flags decide about the sizes of what a checkpoint holds
-    """The command line. A run that is resumed or evaluated brings its own arguments as defaults."""
+def watch_heartbeats(seconds: int):
+    """Ends the process, and shows where each thread is, when a loop does not go on for so many seconds."""
+    print(f"--stall-seconds {seconds}: a longer iteration ends the run", file=sys.stderr)
+    while True:
+        # may crash beside threads that run, so it is only for C code that keeps Python's lock
+        faulthandler.dump_traceback_later(seconds + 1, exit=True, file=2)
+        time.sleep(0.5)
+        if any(time.monotonic() - then > seconds for then in HEARTBEATS.copy().values()):
+            try:
+                os.write(2, f"--stall-seconds {seconds}: nothing ended within that time\n".encode())
+                faulthandler.dump_traceback(file=2)
+            finally:
+                os._exit(1)
+
+
+def stop_after_iteration(signum: int, _):
+    """Handles a signal: the first ends the run after its iteration, and a second Ctrl-C at once."""
+    print("stopping after this iteration", file=sys.stderr)
+    Run.stop_signal = signum
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # SIGTERM comes twice where torchrun passes it on, too
+
+
+def check(args: Args):
+    """Raises ValueError for arguments that cannot be, which tyro reports as it reports a wrong flag."""
+    counts = "total_timesteps num_envs num_steps unroll period replay_steps learning_starts batch_sequences"
+    counts += " updates_per_rollout n_step target_every hidden_size num_policies neighbors memory_size"
+    counts += " embedding_every auxiliary_steps log_every save_every eval_episodes"
+    others = "seed stall_seconds burn_in epsilon eval_epsilon priority_exponent priority_eta"
+    others += " importance_exponent cross_mixture learning_rate adam_eps retrace_lambda h_eps max_grad_norm"
+    others += " beta gamma_max gamma_min kernel_eps rnd_max auxiliary_lr last_reward_weight"
+    least = dict.fromkeys(counts.split(), 1) | dict.fromkeys(others.split(), 0)
+    for name, x in asdict(args).items():
+        if name in least and not least[name] <= x < np.inf:
+            raise ValueError(f"{name} cannot be {x}")
+    shares = ("epsilon", "eval_epsilon", "cross_mixture", "priority_eta", "retrace_lambda")
+    processes = f"the {WORLD_SIZE} processes of torchrun must divide"
+    is_enough = args.replay_steps // args.num_envs >= 2 * (args.length + 1)
+    rules = {
+        "give --resume or --evaluate, not both": not (args.resume and args.evaluate),
+        "--capture-video records the episodes of --evaluate": args.evaluate or not args.capture_video,
+        "max_grad_norm must be above 0": args.max_grad_norm > 0,
+        "stall_seconds must be below 2**22": args.stall_seconds < 2**22,  # 48 days: Windows' limit
+        "seed + steps must be below 2**31": args.seed + args.total_timesteps + args.num_envs < 2**31,
+        "gamma_max and gamma_min must be below 1": max(args.gamma_max, args.gamma_min) < 1,
+        f"{', '.join(shares)} must be at most 1": max(getattr(args, name) for name in shares) <= 1,
+        "rnd_max must be at least 1": args.rnd_max >= 1,
+        "total_timesteps must be at least num_envs * num_steps": args.num_iterations >= 1,
+        f"{processes} num_envs": args.num_envs % WORLD_SIZE == 0,
+        f"{processes} batch_sequences": args.batch_sequences % WORLD_SIZE == 0,
+        "period must be at most unroll, or steps between sequences are lost": args.period <= args.unroll,
+        "kernel_eps must be above 0": args.kernel_eps > 0,
+        "kernel_eps is so large that nothing is novel": args.usual_novelty > 0,
+        "learning_starts must be at most replay_steps": args.learning_starts <= args.replay_steps,
+        "replay_steps must hold two sequences of each environment": is_enough,
+    }
+    for rule, is_kept in rules.items():
+        if not is_kept:
+            raise ValueError(rule)
+
+
+def check_spaces(env_id: str, envs: gym.vector.VectorEnv):
+    """Fails for environments that the agent cannot play."""
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
+        fail(f"{env_id} acts in {action_space}: try ppo_continuous.py, or Discrete actions from 0")
+    if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
+        fail(f"{env_id} observes {obs_space}: this script takes vectors and images")
+    is_grid = kind_of(obs_space.shape) == "grid" and obs_space.dtype == np.uint8
+    if is_grid and not envs.render_mode and envs.reset()[0].max() > 10:  # a reset would be filmed
+        fail(f"{env_id}: of images below 36 x 36, this script takes grids of numbers below 11")
+
+
+def fail(message: str) -> NoReturn:
+    """Reports a mistake of the user, not a bug, in one line on stderr; exit code 2."""
+    print(f"{SCRIPT}.py: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse_args(
+    fixed: Sequence[str] = (
+        *("env_id", "seed", "num_envs", "num_steps", "num_policies", "hidden_size", "rnd", "train_embedding"),
+        "save_replay",
+    ),
+) -> Args:
+    """The command line. A run that is resumed or evaluated brings its own arguments as defaults.
+
+    fixed: what --resume cannot change.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", "--evaluate", dest="run_dir")
     run_dir = parser.parse_known_args()[0].run_dir
     saved = tyro.MISSING_NONPROP if run_dir is None else load_checkpoint(run_dir)["args"]
     args = tyro.cli(Args, default=saved)
-    flag, fixed = "--evaluate", ["num_policies", "hidden_size"]
-    if args.resume:
-        flag = "--resume"
-        fixed += ["env_id", "seed", "num_envs", "num_steps", "rnd", "train_embedding"]
-    if args.resume and args.save_replay and saved.save_replay:
-        fixed += ["burn_in", "unroll", "period", "replay_steps"]
-    for name in fixed if run_dir is not None else ():
-        if getattr(args, name) != getattr(saved, name):
-            fail(f"{flag} cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
+    for name in fixed:
+        if args.resume and getattr(args, name) != getattr(saved, name):
+            fail(f"--resume cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
     if args.device == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
         fail(f"--device cuda: PyTorch finds {torch.cuda.device_count() or 'no'} GPU; each process needs one")
     wandb = find_spec("wandb")  # it finds the folder wandb, in which W&B keeps its runs, too
@@ -1250,21 +1351,22 @@ def parse_args() -> Args:
     return args
 
 
-if __name__ == "__main__":
-    args, stop = parse_args(), []
-    if args.stall_seconds and RANK == 0:
-        print(f"--stall-seconds {args.stall_seconds}: a longer iteration ends the run", file=sys.stderr)
-
-    def finish(signum: int, _):
-        """The first signal ends the run after its iteration, and a second Ctrl-C at once."""
-        print("stopping after this iteration", file=sys.stderr)
-        stop.append(signum)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # SIGTERM comes twice where torchrun passes it on, too
-
+def main():
+    """Trains, or evaluates a run, as the command line says."""
+    args = parse_args()
+    if args.stall_seconds:
+        threading.Thread(target=watch_heartbeats, args=[args.stall_seconds], daemon=True).start()
     if args.evaluate:
         returns = evaluate(args)
         print(f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes")
-    else:
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, finish)
-        train(args, stop)
+        return
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, stop_after_iteration)
+    try:
+        train(args)
+    finally:
+        HEARTBEATS.clear()  # what is still to be written or sent may take its time
+
+
+if __name__ == "__main__":
+    main()

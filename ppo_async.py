@@ -3,10 +3,13 @@
 # dependencies = ["ale-py>=0.12", "filelock>=3.13", "gymnasium[classic-control]>=1.4", "numpy", "tensorboard",
 #     "torch>=2.6", "tqdm", "tyro>=1"]
 # ///
-"""Off-policy PPO: rollout workers beside an optimizer, the staleness of every sample known and bounded.
+# ruff: noqa: E402  (what only the lower part needs is imported there)
+"""Off-policy PPO: actors beside a learner, the staleness of every sample known and bounded.
+
+    environments -> act() -> queue -> learn() -> publish() -> act()
 
     python ppo_async.py --env-id BreakoutNoFrameskip-v4      # every field of Args is a flag; see --help
-    python ppo_async.py --env-id CartPole-v1 --sync          # workers and optimizer in turn, which repeats
+    python ppo_async.py --env-id CartPole-v1 --sync          # actors and learner in turn: it repeats exactly
     python ppo_async.py --resume runs/NAME                   # go on with a run that was stopped
     python ppo_async.py --evaluate runs/NAME                 # play full episodes with its agent
     torchrun --nproc-per-node 2 ppo_async.py                 # two processes that share the environments
@@ -19,28 +22,15 @@ Details  numbered as in https://iclr-blog-track.github.io/2022/03/25/ppo-impleme
 Shapes   T = num_steps, N = environments of a group, B = segments of an iteration / processes
 """
 
-import argparse
-import atexit
-import ctypes
-import faulthandler
+import itertools
 import math
 import os
-import queue
-import signal
-import sys
-import threading
-import time
-from collections import Counter, deque
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ContextDecorator
 from copy import deepcopy
-from dataclasses import asdict, dataclass, fields
-from importlib.util import find_spec
+from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Annotated, Literal, NoReturn
-from zipfile import BadZipFile, ZipFile
+from queue import SimpleQueue
+from threading import Semaphore, Thread
+from typing import Literal
 
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # before torch: its idle threads leave emulators the cores
 
@@ -49,16 +39,10 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
-import tyro
 from ale_py.vector_env import AtariVectorEnv
-from filelock import FileLock
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
-SCRIPT = Path(__file__).stem
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # rank on this machine; each has a GPU
 
 # === Arguments ===============================================================================
 
@@ -67,27 +51,24 @@ LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # rank on this machine; each 
 class Args:
     env_id: str = "BreakoutNoFrameskip-v4"  # Gymnasium id of the task
     total_timesteps: int = 10_000_000  # environment steps, summed over the parallel environments
-    seed: int = 1  # seeds PyTorch and the environments; nothing else is random
+    seed: int = 1  # seeds Python, NumPy, PyTorch and the environments; nothing else is random
 
-    # rollout workers
+    # actors
     num_envs: int = 16  # parallel environments, divided among torchrun's processes
     num_actors: int = 1  # threads of a process, with two groups of environments each
-    num_steps: Annotated[int, tyro.conf.arg(aliases=["--segment-length"])] = 128  # steps of a segment (T)
+    num_steps: int = 128  # steps per environment and segment (T)
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # GAE: 0 is the one-step advantage, 1 is Monte Carlo
-    gae_on_learner: bool = False  # advantages by the optimizer's values instead of the workers'
     bootstrap_truncated: bool = False  # at a time limit, add gamma * value to the reward
     sync: bool = False  # actors and learner in turn, in one thread
-    stall_seconds: int = 0  # end a run if an iteration, or a step of --evaluate, takes longer; 0: never
 
     # staleness
     sample_reuse: float = 1.0  # passes over each sample; below 1, a random share is left out
     max_staleness: int | None = None  # drop segments that are more versions behind
-    artificial_delay: int = 0  # hold segments back for so many iterations
-    decoupled: bool = False  # center the policy's clip on the optimizer's policy before the update
+    decoupled: bool = False  # center the policy's clip on the learner's policy before the update
 
     # update
-    batch_unrolls: int = 16  # unrolls in a batch, divided among torchrun's processes
+    batch_segments: int = 16  # segments in a batch, divided among torchrun's processes
     learning_rate: float = 2.5e-4  # Adam's, before annealing
     anneal_lr: bool = True  # decay the learning rate linearly to 0
     num_minibatches: int = 4  # minibatches per pass
@@ -108,6 +89,7 @@ class Args:
     wandb_project_name: str = "ppo"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases user or team
     save_every: int = 100  # iterations between checkpoints
+    stall_seconds: int = 0  # end a run if an iteration, or a step of --evaluate, takes longer; 0: never
     resume: str | None = None  # run folder to continue, with its own arguments where no flag is given
     evaluate: str | None = None  # run folder whose agent to evaluate instead of training
     eval_episodes: int = 10  # full episodes of --evaluate
@@ -115,7 +97,6 @@ class Args:
 
     @property
     def num_groups(self) -> int:
-        # differs from impala_vtrace.py: one task
         return WORLD_SIZE * self.num_actors * 2
 
     @property
@@ -123,70 +104,46 @@ class Args:
         return self.num_envs // self.num_groups
 
     @property
+    def batch_groups(self) -> int:
+        """Groups whose segments are a batch, in each process."""
+        return self.batch_segments // (WORLD_SIZE * self.group_size)
+
+    @property
+    def room(self) -> int:
+        """Pairs of groups whose segments may have been begun and not yet be taken by the learner.
+
+        So few that no actor is more than a batch ahead, where its segments fill whole batches.
+        """
+        actors = 1 if self.sync else self.num_groups // (WORLD_SIZE * 2)
+        return max(actors, math.ceil(self.batch_groups / 2))
+
+    @property
     def batch_size(self) -> int:
-        return self.batch_unrolls * self.num_steps
+        return self.batch_segments * self.num_steps
 
     @property
     def num_iterations(self) -> int:
         return self.total_timesteps // self.batch_size
 
     def __post_init__(self):
-        # differs from ppo.py: groups of environments, and their segments
-        """Checks the values. tyro reports a ValueError as it reports a wrong flag."""
-        for field in fields(self):
-            name, x = field.name, getattr(self, field.name)
-            may_be_0 = ("seed", "stall_seconds", "max_staleness", "artificial_delay")
-            least = 0 if field.type in (float, float | None) or name in may_be_0 else 1
-            if type(x) in (int, float) and not least <= x < np.inf:
-                raise ValueError(f"{name} cannot be {x}")
-        groups = self.num_groups
-        unit = WORLD_SIZE * max(1, self.group_size)
-        rest = self.batch_size // WORLD_SIZE % self.num_minibatches
-        share = self.sample_reuse % 1 or 1  # of the samples, in the last pass
-        rules = {
-            "give --resume or --evaluate, not both": not (self.resume and self.evaluate),
-            "--capture-video records the episodes of --evaluate": self.evaluate or not self.capture_video,
-            "max_grad_norm must be above 0": self.max_grad_norm > 0,
-            "stall_seconds must be below 2**22": self.stall_seconds < 2**22,  # 48 days: Windows' limit
-            "seed + steps must be below 2**31": self.seed + self.total_timesteps + self.num_envs < 2**31,
-            "gamma and gae_lambda must be at most 1": max(self.gamma, self.gae_lambda) <= 1,
-            "a minibatch must hold more than one step": self.num_steps * share >= 2 * self.num_minibatches,
-            f"num_envs must be a multiple of {groups}: two groups a worker": self.num_envs % groups == 0,
-            f"batch_unrolls must be a multiple of {unit}, a group's size": self.batch_unrolls % unit == 0,
-            "num_minibatches must divide batch_unrolls * num_steps / processes": rest == 0,
-            "total_timesteps must be at least batch_unrolls * num_steps": self.num_iterations >= 1,
-            "sample_reuse cannot be 0": self.sample_reuse > 0,
-        }
-        for rule, is_kept in rules.items():
-            if not is_kept:
-                raise ValueError(rule)
-
-
-def fail(message: str) -> NoReturn:
-    """Reports a mistake of the user, not a bug, in one line on stderr; exit code 2."""
-    print(f"{SCRIPT}.py: error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
+        check(self)
 
 
 # === Environment =============================================================================
 
 
 def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.vector.VectorEnv:
-    # differs from ppo.py: Atari games in C++, everything else as vectors or images, channels first
     """Vectorized environments, each reset within the step that ends its episode."""
     gym.register_envs(ale_py)
     same_step = dict(autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
     spec = gym.registry.get(args.env_id)
     if spec and spec.entry_point == "ale_py.env:AtariEnv":
-        if spec.kwargs["frameskip"] not in (1, 4):
-            fail(f"{args.env_id} skips a random number of frames: take a NoFrameskip-v4 or an ALE/...-v5 id")
+        check_game(spec, video_dir)
         kept = ("game", "repeat_action_probability", "full_action_space", "max_num_frames_per_episode")
         kwargs = {name: spec.kwargs[name] for name in kept} | same_step
         kwargs |= dict(reward_clipping=False, noop_max=31)  # 31 draws from 0 to 30
         envs = AtariVectorEnv(num_envs=num_envs, **kwargs)
         if video_dir:  # a twin in colour, played with the same seeds and actions
-            if not find_spec("moviepy"):
-                fail("--capture-video: pip install moviepy")
             camera = dict(img_height=210, img_width=160, grayscale=False, stack_num=1)
             envs.camera = AtariVectorEnv(num_envs=num_envs, **kwargs, **camera)
         return envs
@@ -198,16 +155,10 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
         return as_array(gym.wrappers.RecordEpisodeStatistics(env))
 
     try:
-        envs = gym.vector.SyncVectorEnv([make] * num_envs, copy=False, **same_step)
+        envs = gym.vector.SyncVectorEnv([make] * num_envs, **same_step)
     except (gym.error.Error, ImportError) as error:
         fail(f"--env-id {args.env_id}: {error}")
-    if envs.envs[0].spec.entry_point == "ale_py.env:AtariEnv":  # without its frames, lives and no-ops
-        fail(f"--env-id {args.env_id}: write {envs.envs[0].spec.id}")
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
-        fail(f"{args.env_id} acts in {action_space}: try ppo_continuous.py, or Discrete actions from 0")
-    if not isinstance(obs_space, gym.spaces.Box):
-        fail(f"{args.env_id} observes {obs_space}: this script takes vectors and images")
+    check_spaces(args.env_id, envs)
     return envs
 
 
@@ -227,31 +178,16 @@ def as_array(env: gym.Env) -> gym.Env:
     return gym.wrappers.FlattenObservation(env) if isinstance(space, gym.spaces.Box) else env
 
 
-def ended_episodes(info: dict) -> list[dict[str, float]]:
-    """What to log of each episode that ended in a step: return, length and the numbers of its last info."""
-    if "final_info" not in info:
-        return []
-    final, episodes = info["final_info"], []
-    names = [name for name in final if f"_{name}" in final]  # _name marks the environments that have it
-    names = [name for name in names if np.ndim(final[name]) == 1 and final[name].dtype.kind in "biuf"]
-    for n in final["_episode"].nonzero()[0]:
-        scalars = {f"charts/{name}": float(final[name][n]) for name in names if final[f"_{name}"][n]}
-        scalars["charts/episodic_return"] = float(final["episode"]["r"][n])
-        scalars["charts/episodic_length"] = float(final["episode"]["l"][n])
-        episodes.append(scalars)
-    return episodes
-
-
-class Group:  # differs from impala_vtrace.py: one task
-    """Environments that work while their caller does something else: send(), then receive().
+class Group:
+    """Environments of a task that work while their caller does something else: send(), then receive().
 
     row: what is to be seen of them now, arrays (N, ...): obs, last_actions, last_rewards (raw), starts (true
     where an episode begins). A life lost in an Atari game ends an episode, but not the game.
     """
 
-    def __init__(self, args: Args, num_envs: int, video_dir: Path | None = None):
-        self.envs = make_env(args, num_envs, video_dir)
-        self.is_atari = isinstance(self.envs, AtariVectorEnv)
+    def __init__(self, env_id: str, envs: gym.vector.VectorEnv, video_dir: Path | None = None):
+        self.env_id, self.envs = env_id, envs
+        self.is_atari = isinstance(envs, AtariVectorEnv)
         self.video_dir, self.video = video_dir if self.is_atari else None, []
 
     def reset(self, seed: int):
@@ -300,7 +236,7 @@ class Group:  # differs from impala_vtrace.py: one task
         from moviepy import ImageSequenceClip
 
         self.video_dir.mkdir(exist_ok=True)
-        path = self.video_dir / f"{len(list(self.video_dir.iterdir()))}.mp4"
+        path = self.video_dir / f"{self.env_id.replace('/', '-')}-{len(list(self.video_dir.iterdir()))}.mp4"
         ImageSequenceClip(self.video, fps=15).write_videofile(path, logger=None)  # every 4th of 60 a second
         self.video = []
 
@@ -331,7 +267,7 @@ def layer_init(layer: nn.Module, std: float = 2**0.5) -> nn.Module:
     return layer
 
 
-class Agent(nn.Module):  # differs from ppo.py: convolutions for images, as in ppo_atari.py
+class Agent(nn.Module):
     def __init__(self, envs: gym.vector.VectorEnv, args: Args):
         super().__init__()
         obs_shape, num_actions = envs.single_observation_space.shape, int(envs.single_action_space.n)
@@ -388,7 +324,6 @@ def compute_gae(rewards, values, dones, next_value, gamma: float, lam: float) ->
 
 
 def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args: Args) -> tuple[Tensor, dict]:
-    # differs from ppo.py: the clip may be centered elsewhere
     """Loss of a minibatch of tensors (M, ...), and the diagnostics to log.
 
     args.decoupled is the objective of Hilton et al. 2021, https://arxiv.org/abs/2110.00641: the clip keeps
@@ -427,161 +362,129 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args:
 
 @dataclass
 class Segments:
-    """T steps of the N environments of a group, by one version of the policy."""
+    """T steps of the N environments of a group, by one version of the agent."""
 
+    version: int
     data: dict[str, np.ndarray]  # (T, N, ...), but obs and values (T + 1, N, ...)
     episodes: list[tuple[int, dict]]  # those that ended: step of the segment, and what to log
+    seconds: float = 0.0  # of its actor, which made those of its two groups together
 
 
-class Actor:  # differs from impala_vtrace.py: values too, no memory
-    """Two groups of environments in turn: while the emulators of one work, the other's actions are chosen."""
+class Exchange:
+    """All that actors and learner share: segments go one way, and copies of the agent the other way."""
 
-    def __init__(self, args: Args):
-        self.args, self.groups = args, [Group(args, args.group_size) for _ in range(2)]
-        self.began = math.inf  # time at which its present segments began
-        self.is_closed = False  # nobody takes its segments any more
-        self.stream = torch.cuda.Stream() if args.device == "cuda" else None
-
-    def reset(self, seed: int):
-        for k, group in enumerate(self.groups):
-            group.reset(seed + k * self.args.group_size)
-
-    @torch.no_grad()  # which counts for one thread alone
-    def unroll(self, agent: Agent, version: int) -> list[Segments]:
-        """T steps of each group by an agent of the optimizer's."""
-        T, N, both = self.args.num_steps, self.args.group_size, []
-        for group in self.groups:
-            obs = np.empty((T + 1, *group.row["obs"].shape), group.row["obs"].dtype)
-            data = dict(obs=obs, values=np.empty((T + 1, N), np.float32), actions=np.empty((T, N), np.int64))
-            data |= {name: np.empty((T, N), np.float32) for name in ("rewards", "dones", "logprobs")}
-            data["final_obs"] = np.full((T, N), None)  # where a time limit ended an episode
-            data["versions"] = np.full((T, N), version)
-            both.append(Segments(data, []))
-        for t in range(T + 1):
-            for group, segments in zip(self.groups, both, strict=True):
-                data = segments.data
-                if t > 0:
-                    cut, episodes = group.receive()
-                    if self.is_closed:
-                        return both
-                    segments.episodes += [(t, episode) for episode in episodes]
-                    data["rewards"][t - 1] = group.row["last_rewards"]
-                    data["dones"][t - 1] = group.row["starts"]
-                    for n, final_obs in cut.items() if self.args.bootstrap_truncated else ():
-                        data["final_obs"][t - 1, n] = final_obs
-                data["obs"][t] = group.row["obs"]
-                obs = torch.from_numpy(group.row["obs"]).to(self.args.device, non_blocking=True)
-                dist, value = agent(obs)
-                if t < T:  # the last value is that of what lies beyond the segment
-                    action = dist.sample()
-                    logprob = dist.log_prob(action).to("cpu", non_blocking=True)
-                    data["actions"][t] = action.cpu().numpy()  # waits for a GPU, and so for logprob too
-                    group.send(data["actions"][t])
-                    data["logprobs"][t] = logprob.numpy()
-                data["values"][t] = value.cpu().numpy()
-        return both
+    def __init__(self):
+        self.queue = SimpleQueue()  # Segments, or what an actor raised
+        self.room = Semaphore(0)  # an actor takes one for the segments of its two groups
+        self.published = None  # the newest copy of the learner's agent, and its version
+        self.taken = 0  # how many Segments the learner took out of the queue
+        self.is_closed = False  # nobody takes any more
 
 
-class Actors:  # differs from impala_vtrace.py: one task, no LSTM
-    """The actors of a process, in threads of their own or, with --sync, all in the optimizer's thread.
+def act(k: int, groups: list[Group], exchange: Exchange, args: Args):
+    """Plays as actor k, in a thread of its own, as often as there is room, until the exchange is closed."""
+    name = f"actor {k}"
+    try:
+        torch.set_num_threads(1)
+        if args.device == "cuda":  # a stream beside the learner's, on its GPU: a thread begins with device 0
+            torch.cuda.set_device(LOCAL_RANK)
+            torch.cuda.set_stream(torch.cuda.Stream())
+        while exchange.room.acquire() and not exchange.is_closed:
+            heartbeat(name)
+            play(groups, exchange, args)
+            HEARTBEATS.pop(name)  # to wait for room is no stall
+    except BaseException as error:  # SystemExit, too: the learner would wait for ever
+        HEARTBEATS.pop(name, None)
+        exchange.queue.put(error)
 
-    They act by a published copy of the optimizer's agent. An actor's next segments begin when there is room
-    for them, and the optimizer makes room when it takes segments.
+
+@torch.no_grad()  # which counts for one thread alone
+def play(groups: list[Group], exchange: Exchange, args: Args):
+    """Puts T steps of each group into the queue, by the newest agent.
+
+    While the emulators of one group work, the other's actions are chosen.
     """
-
-    def __init__(self, args: Args):
-        self.args, self.members = args, [Actor(args) for _ in range(args.num_actors)]
-        self.idle, self.threads = deque(self.members), ThreadPoolExecutor(args.num_actors, "actor")
-        self.finished = queue.SimpleQueue()  # futures of run()
-        self.segments = []  # their results, of each group alone, which no batch has taken yet
-        self.batch_segments = args.batch_unrolls // (WORLD_SIZE * args.group_size)  # of groups, in a batch
-        at_once = 2 if args.sync else 2 * args.num_actors
-        # So little that no actor is more than a batch ahead, where its segments fill whole batches.
-        self.capacity = self.room = max(at_once, self.batch_segments + self.batch_segments % 2)
-        least = 0 if args.sync else 1  # versions that segments are behind the optimizer
-        lag = (
-            least + math.ceil(self.capacity / self.batch_segments) - 1
-        )  # of the last for which there is room
-        if lag > least and RANK == 0:
-            expected = f"expect segments about {lag} versions behind the optimizer instead of {least}"
-            remedy = f"let batch_unrolls be a multiple of the {args.num_envs} environments"
-            print(f"{SCRIPT}.py: warning: {expected}: {remedy}", file=sys.stderr)
-        self.envs = self.members[0].groups[0].envs
-
-    def start(self, agent: Agent, version: int, seed: int):
-        """Begin new episodes, and act."""
-        for k, actor in enumerate(self.members):
-            actor.reset(seed + 2 * k * self.args.group_size)
-        self.publish(agent, version)
-        self.sums, self.since = Counter(), time.monotonic()  # of what rates() tells
-        self.fill_room()
-
-    def publish(self, agent: Agent, version: int):
-        """Offer a copy of the optimizer's agent to the actors, who take it as a segment begins."""
-        copy = deepcopy(agent)
-        if self.args.device == "cuda":
-            torch.cuda.current_stream().synchronize()  # the copy is complete before an actor can see it
-        self.published = copy, version
-
-    def fill_room(self):
-        """Let actors make as many segments as there is room for."""
-        while self.room >= 2 and not self.args.sync:
-            self.room -= 2
-            self.threads.submit(self.run).add_done_callback(self.finished.put)
-
-    def run(self) -> tuple[list[Segments], float]:
-        """Segments of an idle actor, and their seconds; in a thread, or with --sync in the optimizer's."""
-        actor = self.idle.popleft()
-        try:
-            if not self.args.sync:
-                torch.set_num_threads(1)
-                if self.args.device == "cuda":
-                    # beside the optimizer's stream, and on its GPU, as a thread begins with device 0
-                    torch.cuda.set_stream(actor.stream)
-            actor.began = time.monotonic()
-            segments = actor.unroll(*self.published)
-            return segments, time.monotonic() - actor.began
-        finally:
-            actor.began = math.inf
-            self.idle.append(actor)
-
-    def receive(self) -> list[Segments]:
-        """The segments of a batch. Raises what an actor raised."""
-        start, ready = time.monotonic(), len(self.segments) + 2 * self.finished.qsize()
-        while len(self.segments) < self.batch_segments:
-            segments, seconds = self.run() if self.args.sync else self.finished.get().result()
-            self.segments += segments
-            self.sums["acted"] += seconds
-        batch, self.segments = self.segments[: self.batch_segments], self.segments[self.batch_segments :]
-        self.sums.update(batches=1, ready=ready, waited=time.monotonic() - start)
-        self.room += len(batch)
-        self.fill_room()
-        return batch
-
-    def rates(self, reuse: float) -> dict[str, float]:
-        """Rates since the last call, given how often each new step was trained on."""
-        seconds, steps = time.monotonic() - self.since, self.sums["batches"] * self.args.batch_size
-        rates = {
-            "charts/learner_wait": self.sums["waited"] / seconds,
-            # what an actor does counts when its segments are received
-            "charts/actor_wait": max(0.0, 1 - self.sums["acted"] / (seconds * len(self.members))),
-            "charts/queue_fill": self.sums["ready"] / (self.sums["batches"] * self.capacity),
-            "charts/collected_SPS": steps / seconds,
-            "charts/trained_SPS": steps / seconds * reuse,
-            "charts/sample_reuse": reuse,
-        }
-        self.sums, self.since = Counter(), time.monotonic()
-        return rates
-
-    def close(self):
-        """Wait until each actor has ended the environment step that it is in."""
-        for actor in self.members:
-            actor.is_closed = True
-        self.threads.shutdown(cancel_futures=True)
+    agent, version = exchange.published
+    start, T, N, made = time.monotonic(), args.num_steps, args.group_size, []
+    for group in groups:
+        obs = np.empty((T + 1, *group.row["obs"].shape), group.row["obs"].dtype)
+        data = dict(obs=obs, values=np.empty((T + 1, N), np.float32), actions=np.empty((T, N), np.int64))
+        data |= {name: np.empty((T, N), np.float32) for name in ("rewards", "dones", "logprobs")}
+        data["final_obs"] = np.full((T, N), None)  # where a time limit ended an episode
+        made.append(Segments(version, data, []))
+    for t in range(T + 1):
+        for group, segments in zip(groups, made, strict=True):
+            data = segments.data
+            if t > 0:
+                final_obs, episodes = group.receive()
+                if exchange.is_closed:
+                    return
+                segments.episodes += [(t, episode) for episode in episodes]
+                data["rewards"][t - 1] = group.row["last_rewards"]
+                data["dones"][t - 1] = group.row["starts"]
+                if args.bootstrap_truncated:
+                    for n, obs in final_obs.items():
+                        data["final_obs"][t - 1, n] = obs
+            data["obs"][t] = group.row["obs"]
+            dist, value = agent(torch.from_numpy(group.row["obs"]).to(args.device, non_blocking=True))
+            if t < T:  # the last value is that of what lies beyond the segment
+                action = dist.sample()
+                logprob = dist.log_prob(action).to("cpu", non_blocking=True)
+                data["actions"][t] = action.cpu().numpy()  # waits for a GPU, and so for logprob too
+                group.send(data["actions"][t])
+                data["logprobs"][t] = logprob.numpy()
+            data["values"][t] = value.cpu().numpy()
+    for segments in made:
+        segments.seconds = (time.monotonic() - start) / len(groups)
+        exchange.queue.put(segments)
 
 
+def publish(agent: Agent, version: int, exchange: Exchange, args: Args):
+    """Offers a copy of the learner's agent to the actors, who take it as their segments begin."""
+    copy = deepcopy(agent)
+    if args.device == "cuda":
+        torch.cuda.current_stream().synchronize()  # the copy is complete before an actor can see it
+    exchange.published = copy, version
+
+
+def receive(exchange: Exchange, turns: itertools.cycle, args: Args) -> list[Segments]:
+    """Takes the segments of a batch, and makes room for as many. Raises what an actor raised."""
+    while args.sync and exchange.queue.qsize() < args.batch_groups:
+        play(next(turns), exchange, args)  # the learner's thread is each actor in turn
+    batch = []
+    for _ in range(args.batch_groups):
+        segments = exchange.queue.get()
+        if isinstance(segments, BaseException):
+            raise segments
+        batch.append(segments)
+    for n in range(exchange.taken, exchange.taken + len(batch)):
+        if n % 2:  # of a pair
+            exchange.room.release()
+    exchange.taken += len(batch)
+    return batch
+
+
+def side_by_side(segments: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Segments (T, N, ...) as one batch (T, sum of N, ...)."""
+    return {name: np.concatenate([some[name] for some in segments], axis=1) for name in segments[0]}
+
+
+def shares_of_time(waits: list[tuple], seconds: float, args: Args) -> dict[str, float]:
+    """Shares of the last seconds in which the learner and its actors waited, and of the room that was full.
+
+    waits: for each batch, seconds that the learner waited and that actors acted, and groups that were ready.
+    """
+    waited, acted, ready = np.sum(waits, axis=0)
+    num_actors = args.num_groups // (WORLD_SIZE * 2)
+    return {
+        "charts/learner_wait": waited / seconds,
+        "charts/actor_wait": max(0.0, 1 - acted / (seconds * num_actors)),
+        "charts/queue_fill": ready / (len(waits) * 2 * args.room),
+    }
+
+
+@torch.no_grad()
 def beyond_time_limits(agent: Agent, final_obs: np.ndarray, args: Args) -> np.ndarray:
-    # differs from impala_vtrace.py: no memory
     """What is added to the rewards (T, B) of steps that a time limit ended: gamma times the agent's value.
 
     final_obs (T, B) has the last observations of their episodes, and None elsewhere.
@@ -595,186 +498,107 @@ def beyond_time_limits(agent: Agent, final_obs: np.ndarray, args: Args) -> np.nd
 
 
 def staleness_report(staleness: Tensor, clipped: Tensor) -> dict[str, float]:
-    """Of samples (n,) that were trained on: their staleness, and the clipped share of each."""
+    """Mean, maximum, and for each staleness the clipped share, of samples (n,) that were trained on."""
     report = {"staleness/mean": staleness.float().mean().item(), "staleness/max": staleness.max().item()}
     for versions in staleness.unique().tolist():
         report[f"staleness/clipfrac_{versions}"] = clipped[staleness == versions].float().mean().item()
     return report
 
 
-def collect(actors: Actors) -> tuple[dict[str, np.ndarray], list]:
-    """Segments of an iteration, side by side (T, B, ...), and the episodes that ended in them."""
-    received = actors.receive()
-    names, parts = received[0].data.keys(), [segments.data for segments in received]
-    data = {name: np.concatenate([part[name] for part in parts], axis=1) for name in names}
-    return data, [episode for segments in received for episode in segments.episodes]
-
-
 # === Training ================================================================================
 
 
-class StallTimer(ContextDecorator):
-    """Ends the process, and shows where each thread is, unless set() is called again within --stall-seconds.
-
-    It decorates train() and evaluate(), and stops when they end: a notebook goes on after an exception.
-    """
-
-    watcher = None
-
-    def __enter__(self):
-        self.stop = threading.Event()
-
-    def __exit__(self, *_):
-        self.stop.set()
-        if self.watcher:
-            self.watcher.join()
-            self.watcher = None
-
-    def set(self, seconds: int):
-        self.deadline = time.monotonic() + seconds
-        if seconds and not self.watcher:
-            self.watcher = threading.Thread(target=self.watch, args=[seconds], daemon=True)
-            self.watcher.start()
-
-    def watch(self, seconds: int):
-        message, stopped = f"--stall-seconds {seconds}: nothing ended within that time\n", False
-        while not stopped:
-            # may crash beside threads that run, so it is only for C code that keeps Python's lock
-            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
-            stopped = self.stop.wait(0.5)
-            if not stopped and time.monotonic() > self.deadline:
-                try:
-                    os.write(2, message.encode())
-                    faulthandler.dump_traceback(file=2)
-                finally:
-                    os._exit(1)
-        faulthandler.cancel_dump_traceback_later()
-
-
-stall_timer = StallTimer()
-
-
-@stall_timer
-def train(args: Args, stop: Sequence[int] = ()) -> Path:
-    # differs from ppo.py: learn() has the loop; here the actors begin and end
-    """Trains; returns the run folder. With a signal's number in stop, saves and exits after an iteration."""
-    if args.device == "cuda":
-        torch.cuda.set_device(LOCAL_RANK)
-    if WORLD_SIZE > 1:
-        # imported later, as by an optimizer, it would keep the group, whose threads may then abort the exit
-        from torch import _dynamo  # noqa: F401
-
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
-        atexit.register(torch.distributed.destroy_process_group)
-    torch.manual_seed(args.seed)
-    torch.set_flush_denormal(True)  # means that fade to almost 0 would slow the update down
+def train(args: Args) -> Path:
+    """Trains an agent with actors beside the learner; returns the run folder."""
+    start_process(args)
     keep_freed_memory()
-    actors = Actors(args)
+    warn_of_lag(args)
+    size = args.group_size
+    actors = [[Group(args.env_id, make_env(args, size)) for _ in range(2)] for _ in range(args.num_actors)]
+    exchange, threads = Exchange(), []
+    for k, groups in enumerate(() if args.sync else actors):
+        threads.append(Thread(target=act, name=f"actor {k}", args=(k, groups, exchange, args)))
+        threads[k].start()  # and waits for room
     try:
-        return learn(args, actors, stop)
+        return learn(actors, exchange, args)
     finally:
-        actors.close()  # the timer still runs, as an actor may hang
+        exchange.is_closed = True
+        HEARTBEATS.pop("iteration", None)  # from now on, only an actor that hangs is a stall
+        for _ in threads:
+            exchange.room.release()
+        for thread in threads:
+            thread.join()  # until it has ended the environment step that it is in
 
 
-@torch.no_grad()  # except in update()
-def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
-    """The optimizer: updates on the workers' segments until the end or a signal; returns the run folder."""
-    if len(actors.envs.single_observation_space.shape) == 1:
+def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
+    """Learns from the actors' segments until the end or a signal; returns the run folder."""
+    envs, is_atari = actors[0][0].envs, actors[0][0].is_atari
+    if len(envs.single_observation_space.shape) == 1:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
-    agent = Agent(actors.envs, args).to(args.device)
-    flat = flatten(list(agent.parameters()))
+    agent = Agent(envs, args).to(args.device)
+    flat = flatten(agent.parameters())
     lr = torch.tensor(args.learning_rate, device=args.device)  # a tensor, or annealing would recompile
     clip = torch.tensor(args.clip_coef, device=args.device)  # for the same reason
-    # detail 3: Adam's epsilon. Capturable, as a CUDA graph may hold its step.
-    optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True, capturable=True)
+    optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
+    run = Run(args, dict(version=0), agent=agent, optimizer=optimizer)
+    optimizer.param_groups[0]["lr"] = lr  # not the checkpoint's
+    version = run.numbers["version"]  # updates that took place
 
-    run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")
-    run_dir = Path(args.resume or f"runs/{run_name}")
-    parts = dict(agent=agent, optimizer=optimizer)  # a checkpoint holds the state of each
-    saved, last_returns = 0, []  # iterations in the last checkpoint, last 100 returns of this process
-    version = 0  # updates that took place
-    if RANK == 0:
-        run_lock = lock(run_dir)  # noqa: F841  train() holds it until it returns
-    if args.resume:
-        checkpoint = load_checkpoint(args.resume, parts, ("iteration", "last_returns", "version"))
-        saved, last_returns = checkpoint["iteration"], checkpoint["last_returns"]
-        if over_processes("MAX", saved) != saved:
-            fail(f"{args.resume}: the processes of torchrun read different checkpoints")
-        version = checkpoint["version"]
-        optimizer.param_groups[0]["lr"] = lr  # not the checkpoint's
-    first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
-    if RANK == 0:
-        writer, bar = start_logging(args, run_dir, first_step)
-    over_processes("MAX", 0)  # all wait while Weights & Biases asks the first for a login
-    stall_timer.set(args.stall_seconds)
-
-    @torch.enable_grad()
     def update(batch: dict[str, Tensor], clip: Tensor) -> dict[str, Tensor]:
-        # differs from ppo.py: processes may have kept different numbers of segments
-        loss, info = ppo_loss(agent, batch, clip, args)
+        loss, losses = ppo_loss(agent, batch, clip, args)
         loss.backward()
         if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients, averaged over samples
-            size = len(batch["obs"])
+            size = len(batch["obs"])  # processes may have kept different numbers of segments
             torch.distributed.all_reduce(flat.grad.mul_(size / over_processes("SUM", size)))
         norm = flat.grad.norm()  # detail 11: clipping of the global gradient norm
         flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
         optimizer.step()
         flat.grad.zero_()
-        return info
+        return losses | dict(grad_norm=norm)
 
     if args.compile:
         update = torch.compile(update)
 
-    if args.artificial_delay:  # what is held back is collected before the first iteration seeds each process
-        torch.manual_seed(hash((args.seed, first_iteration, RANK, args.artificial_delay)))
-    # a resumed run begins new episodes
-    actors.start(agent, version, args.seed + first_step + RANK * args.num_envs // WORLD_SIZE)
-    held = deque()
-    for _ in range(args.artificial_delay):
-        stall_timer.set(args.stall_seconds)
-        held.append(collect(actors))
-    for iteration in range(first_iteration, args.num_iterations):
-        # No more time for an actor that hangs: the process ends and shows where, though other actors go on.
-        if time.monotonic() - min(actor.began for actor in actors.members) < args.stall_seconds:
-            stall_timer.set(args.stall_seconds)
-        # Each iteration has a seed of its own, so no random state is saved. Python salts no hash of integers.
-        torch.manual_seed(hash((args.seed, iteration, RANK)))
+    for k, group in enumerate(itertools.chain(*actors)):  # a resumed run begins new episodes
+        group.reset(run.seed + k * args.group_size)
+    publish(agent, version, exchange, args)
+    for _ in range(args.room):
+        exchange.room.release()
+    turns, last_log = itertools.cycle(actors), time.monotonic()
+    for _ in run.iterations():
         frac = 1 - version / args.num_iterations  # only an update is progress
         lr.fill_(args.learning_rate * (frac if args.anneal_lr else 1))  # detail 4: learning rate annealing
         clip.fill_(args.clip_coef * (frac if args.anneal_clip else 1))  # auxiliary detail 1: clip annealing
-        step, losses = (iteration + 1) * args.batch_size, {}
-        ages, clipped = [], []  # staleness of each sample that is trained on, and whether it was clipped
 
         # 1. segments
-        held.append(collect(actors))
-        data, ended = held.popleft()
-        begin = iteration * args.batch_size
-        episodes = [(begin + t * args.batch_unrolls, episode) for t, episode in ended]
-        episodes.sort(key=lambda episode: episode[0])
-        staleness = version - data["versions"]
-        kept = staleness[0] <= (np.inf if args.max_staleness is None else args.max_staleness)
+        start, ready = time.monotonic(), exchange.queue.qsize()
+        received = receive(exchange, turns, args)
+        waits = [(time.monotonic() - start, sum(segments.seconds for segments in received), ready)]
+        ended = [episode for segments in received for episode in segments.episodes]
+        data = side_by_side([segments.data for segments in received])
+        staleness = np.repeat([version - segments.version for segments in received], args.group_size)  # (B,)
+        kept = staleness <= (np.inf if args.max_staleness is None else args.max_staleness)
         if over_processes("MAX", not kept.any()):  # if a process has nothing to train on, none trains
             kept[:] = False
         data = {name: x[:, kept] for name, x in data.items()}
 
         # 2. advantages
-        values, obs = data["values"], torch.as_tensor(data["obs"], device=args.device)
-        if args.gae_on_learner:
-            values = agent(obs.flatten(0, 1))[1].view(values.shape).cpu().numpy()
-        rewards = data["rewards"]
-        if isinstance(actors.envs, AtariVectorEnv):
+        values, rewards = data["values"], data["rewards"]
+        if is_atari:
             rewards = np.sign(rewards)  # detail 19: reward clipping
         rewards = rewards + beyond_time_limits(agent, data["final_obs"], args)  # by the newest values
         advantages = compute_gae(rewards, values[:-1], data["dones"], values[-1], args.gamma, args.gae_lambda)
-        batch = dict(obs=obs[:-1], actions=data["actions"], logprobs=data["logprobs"], values=values[:-1])
-        batch |= dict(advantages=advantages, returns=advantages + values[:-1])
-        batch["staleness"] = version - data["versions"]
+        batch = dict(obs=data["obs"][:-1], actions=data["actions"], logprobs=data["logprobs"])
+        batch |= dict(values=values[:-1], advantages=advantages, returns=advantages + values[:-1])
+        batch["staleness"] = np.tile(staleness[kept], (args.num_steps, 1))
         # (T, B, ...) -> (T * B, ...)
         batch = {name: torch.as_tensor(x, device=args.device).flatten(0, 1) for name, x in batch.items()}
         if args.decoupled:
-            batch["recent_logprobs"] = agent(batch["obs"])[0].log_prob(batch["actions"])
+            with torch.no_grad():
+                batch["recent_logprobs"] = agent(batch["obs"])[0].log_prob(batch["actions"])
 
         # 3. update
+        losses, ages, clipped = {}, [], []  # staleness of what is trained on, and whether it was clipped
         num_samples, passes = len(batch["obs"]), math.ceil(args.sample_reuse) if kept.any() else 0
         for k in range(passes):
             share = min(1.0, args.sample_reuse - k)  # the last pass may be over a random part
@@ -788,46 +612,237 @@ def learn(args: Args, actors: Actors, stop: Sequence[int]) -> Path:
                 if over_processes("SUM", losses["approx_kl"]) / WORLD_SIZE > args.target_kl:
                     break
         if losses:  # a version is an update that took place
-            version += 1
-            actors.publish(agent, version)
+            version = run.numbers["version"] = version + 1
+            publish(agent, version, exchange, args)
 
-        # 4. log and save
-        scalars = {f"losses/{name}": x.item() for name, x in losses.items()}
-        if over_processes("MAX", not np.isfinite(list(scalars.values())).all()):  # in any process
-            good = f"{run_dir}/checkpoint.pt, of iteration {saved}" if saved else "none"
-            message = f"iteration {iteration + 1}: not finite: {scalars}; last good checkpoint: {good}"
-            sys.exit(message if RANK == 0 else 1)
+        # 4. log
+        ended.sort(key=lambda episode: episode[0])
+        run.episodes = [(run.step + t * args.batch_segments, episode) for t, episode in ended]
+        run.step += args.batch_size
+        scalars = shares_of_time(waits, time.monotonic() - last_log, args)
+        last_log = time.monotonic()
+        scalars["charts/learning_rate"] = lr
+        scalars["charts/sample_reuse"] = over_processes("SUM", sum(map(len, ages))) / args.batch_size
+        scalars["staleness/dropped"] = over_processes("SUM", (~kept).mean()) / WORLD_SIZE
         if losses:
             scalars |= staleness_report(torch.cat(ages), torch.cat(clipped))
-            scalars["losses/clipfrac"] = torch.cat(clipped).float().mean().item()
-            explained = 1 - (batch["advantages"].var() / batch["returns"].var()).item()
+            losses["clipfrac"] = torch.cat(clipped).float().mean()
+            explained = 1 - batch["advantages"].var() / batch["returns"].var()
             scalars["losses/explained_variance"] = explained
-        scalars["charts/learning_rate"] = lr.item()
-        scalars["charts/SPS"] = (step - first_step) / (time.time() - start)
-        scalars |= actors.rates(over_processes("SUM", sum(map(len, ages))) / args.batch_size)
-        scalars["staleness/dropped"] = over_processes("SUM", (~kept).mean()) / WORLD_SIZE
-        scalars["charts/dropped_SPS"] = scalars["staleness/dropped"] * scalars["charts/collected_SPS"]
-        last_returns = (last_returns + [x["charts/episodic_return"] for _, x in episodes])[-100:]
-        signum = int(over_processes("MAX", stop[0] if stop else 0))
+        status = f", staleness {staleness.mean():.1f}, learner waits {scalars['charts/learner_wait']:.0%}"
+        status += f", actor waits {scalars['charts/actor_wait']:.0%}"
+        run.log(losses, scalars, status, observations=batch["obs"], rewards=rewards, values=values)
+        if RANK == 0 and losses:
+            run.writer.add_histogram("staleness/versions", torch.cat(ages), run.step)
+    return run.folder
+
+
+# === Evaluation ==============================================================================
+
+
+@torch.no_grad()
+def evaluate(args: Args) -> list[float]:
+    """Returns of full episodes of a run's agent, which samples its actions as in training."""
+    seed_all(args.seed)
+    video_dir = Path(args.evaluate) / "videos" if args.capture_video else None
+    group, returns = Group(args.env_id, make_env(args, 1, video_dir), video_dir), []
+    agent = Agent(group.envs, args).to(args.device)
+    load_checkpoint(args.evaluate, dict(agent=agent))
+    heartbeat("evaluation")
+    group.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # no seed of training
+    if group.row["obs"].ndim == 2:
+        torch.set_num_threads(1)  # the networks are small: a second thread only costs
+    while len(returns) < args.eval_episodes:
+        heartbeat("evaluation")
+        dist, _ = agent(torch.as_tensor(group.row["obs"], device=args.device))
+        group.send(dist.sample().cpu().numpy())
+        _, episodes = group.receive()
+        returns += [episode["charts/episodic_return"] for episode in episodes]
+    group.envs.close()
+    return returns
+
+
+# === From here on nothing is the algorithm's: the run's folder, its processes, the command line ===
+
+import argparse
+import atexit
+import ctypes
+import faulthandler
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pickle import UnpicklingError
+from typing import NoReturn
+from zipfile import BadZipFile, ZipFile
+
+import tyro
+from filelock import FileLock
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+SCRIPT = Path(__file__).stem
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # rank on this machine; each has a GPU
+HEARTBEATS: dict[str, float] = {}  # when each loop last went on
+
+
+class Run:
+    """The folder of a run: the state of its parts, its logs, and what was counted so far.
+
+    parts: objects whose state_dict() a checkpoint holds. numbers: what it holds beside them.
+    shown: tag of the returns in the progress bar. log_every: iterations between logs of all but episodes.
+    """
+
+    stop_signal = 0  # a signal that asks for the end of the process after its iteration
+
+    def __init__(
+        self, args: Args, numbers: dict | None = None, shown="charts/episodic_return", log_every=1, **parts
+    ):
+        name = f"{args.env_id[:99]}__{SCRIPT}__{args.seed}__{time.time_ns()}"  # 255 bytes at most
+        name = name.replace("/", "-").replace(":", "-").replace(",", "+")  # W&B refuses these three
+        self.args, self.parts, self.shown, self.log_every = args, parts, shown, log_every
+        self.folder = Path(args.resume or f"runs/{name}")
+        self.numbers = dict(iteration=0, last_returns=[]) | (numbers or {})
         if RANK == 0:
-            for end, episode in episodes:
-                log(writer, end, episode)
-            log(writer, step, scalars)
-            if losses:
-                writer.add_histogram("staleness/versions", torch.cat(ages), step)
-            status = f"return {np.mean(last_returns or np.nan):.1f}, staleness {staleness.mean():.1f}, "
-            status += f"learner waits {scalars['charts/learner_wait']:.0%}, "
-            status += f"actor waits {scalars['charts/actor_wait']:.0%}"
-            bar.set_postfix_str(status, refresh=False)
-            bar.update(step - bar.n)
-            if signum or (iteration + 1) % args.save_every == 0 or iteration + 1 == args.num_iterations:
-                saved = iteration + 1
-                writer.flush()
-                numbers = dict(iteration=saved, last_returns=last_returns, version=version)
-                save_checkpoint(run_dir, args, parts, **numbers)
-        if signum:
-            sys.exit(128 + signum)
-    return run_dir
+            self.lock = lock(self.folder)
+        if args.resume:
+            state = load_checkpoint(args.resume, parts, self.numbers)
+            self.numbers = {name: state[name] for name in self.numbers}
+            if over_processes("MAX", self.numbers["iteration"]) != self.numbers["iteration"]:
+                fail(f"{args.resume}: the processes of torchrun read different checkpoints")
+        self.step = self.numbers["iteration"] * args.batch_size
+        self.seed = args.seed + self.step + RANK * args.num_envs // WORLD_SIZE  # of the next episodes
+        self.episodes, self.timed_from = [], None
+        if RANK == 0:
+            self.writer = start_logging(args, self.folder, self.step)
+            style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
+            total = args.num_iterations * args.batch_size
+            self.bar = tqdm(total=total, initial=self.step, unit="step", unit_scale=True, **style)
+        over_processes("MAX", 0)  # all wait while Weights & Biases asks the first for a login
+        heartbeat("iteration")
+
+    def iterations(self) -> Iterator[int]:
+        """Counts the iterations that are left. Saves after some of them, the last one, and a signal's."""
+        saved, end = self.numbers["iteration"], self.args.num_iterations
+        for done in range(saved + 1, end + 1):
+            heartbeat("iteration")
+            # Each has a seed of its own, so no random state is saved. Python salts no hash of integers.
+            seed_all(hash((self.args.seed, done - 1, RANK)))
+            self.is_logged = done % self.log_every == 0 or done == end
+            yield done - 1
+            signum = int(over_processes("MAX", Run.stop_signal))
+            if signum or done % self.args.save_every == 0 or done == end:
+                self.numbers["iteration"] = done
+                if RANK == 0:
+                    self.writer.flush()
+                    save_checkpoint(self.folder, self.args, self.parts, self.numbers)
+            if signum:
+                sys.exit(128 + signum)
+
+    def count_steps(self, n: int, info: dict):
+        """Counts n environment steps, and notes the episodes that ended in them."""
+        self.step += n
+        self.episodes += [(self.step, episode) for episode in ended_episodes(info)]
+
+    def log(self, losses: dict[str, Tensor], scalars: dict[str, float], status: str = "", **data):
+        """Logs an iteration. A loss that is not finite ends the run, which names such data, too.
+
+        data: arrays of observations, rewards and values.
+        """
+        losses = {f"losses/{name}": float(x) for name, x in losses.items()}
+        self.check_finite(losses, data)
+        returns = [episode[self.shown] for _, episode in self.episodes if self.shown in episode]
+        self.numbers["last_returns"] = (self.numbers["last_returns"] + returns)[-100:]
+        if RANK == 0:
+            numbers = [(self.step, losses | scalars | self.speed())] if self.is_logged else []
+            for step, logged in self.episodes + numbers:
+                for name, x in logged.items():
+                    if np.isfinite(float(x)):
+                        self.writer.add_scalar(name, float(x), step)
+            mean = np.mean(self.numbers["last_returns"] or np.nan)
+            self.bar.set_postfix_str(f"return {mean:.1f}{status}", refresh=False)
+            self.bar.update(self.step - self.bar.n)
+        self.timed_from = self.timed_from or (self.step, time.monotonic())
+        self.episodes = []
+
+    def speed(self) -> dict[str, float]:
+        """Steps per second since the end of the first iteration, which may have compiled."""
+        if self.timed_from is None:
+            return {}
+        first_step, start = self.timed_from
+        return {"charts/SPS": (self.step - first_step) / (time.monotonic() - start)}
+
+    def check_finite(self, scalars: dict[str, float], data: dict | None = None):
+        """Ends the run in all processes where a number is not finite in one."""
+        bad = {name: x for name, x in scalars.items() if not np.isfinite(x)}
+        if over_processes("MAX", len(bad)):
+            causes = [name for name, x in (data or {}).items() if not torch.as_tensor(x).isfinite().all()]
+            message = f"step {self.step}: not finite: {bad or 'a number of another process'}"
+            message += f", and {', '.join(causes)}" if causes else ""
+            saved = self.numbers["iteration"]
+            good = f"{self.folder}/checkpoint.pt, of iteration {saved}" if saved else "none"
+            sys.exit(f"{message}; last good checkpoint: {good}" if RANK == 0 else 1)
+
+
+def ended_episodes(info: dict) -> list[dict[str, float]]:
+    """Return, length and the numbers of its last info, of each episode that ended in a step."""
+    if "final_info" not in info:
+        return []
+    final, episodes = info["final_info"], []
+    names = [name for name in final if f"_{name}" in final]  # _name marks the environments that have it
+    names = [name for name in names if np.ndim(final[name]) == 1 and final[name].dtype.kind in "biuf"]
+    for n in final["_episode"].nonzero()[0]:
+        scalars = {f"charts/{name}": float(final[name][n]) for name in names if final[f"_{name}"][n]}
+        scalars["charts/episodic_return"] = float(final["episode"]["r"][n])
+        scalars["charts/episodic_length"] = float(final["episode"]["l"][n])
+        episodes.append(scalars)
+    return episodes
+
+
+def start_process(args: Args):
+    """Joins the other processes of torchrun, takes its GPU, and seeds all that is random before training."""
+    if args.device == "cuda":
+        torch.cuda.set_device(LOCAL_RANK)
+    if WORLD_SIZE > 1:
+        # imported later, as by an optimizer, it would keep the group, whose threads may then abort the exit
+        from torch import _dynamo  # noqa: F401
+
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
+        atexit.register(torch.distributed.destroy_process_group)
+    seed_all(args.seed)
+    torch.set_flush_denormal(True)  # denormal numbers are slow, and Adam's moments of dead units become such
+
+
+def seed_all(seed: int):
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def over_processes(operation: str, x: float | Tensor) -> float:
+    """SUM or MAX of a number over the processes of torchrun."""
+    x = torch.tensor(float(x), dtype=torch.float64)  # float32 counts to 2**24
+    if WORLD_SIZE > 1:
+        torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, operation))
+    return x.item()
+
+
+def flatten(parameters: Iterable[nn.Parameter]) -> nn.Parameter:
+    """Makes parameters views of one tensor, and their gradients views of its gradient.
+
+    Adam, clipping and the sum over processes are then one operation each, not one for each parameter.
+    """
+    parameters = list(parameters)
+    flat = nn.Parameter(torch.cat([x.data.flatten() for x in parameters]))
+    flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in parameters]
+    for x, part, grad in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
+        part = part.as_strided(x.shape, x.stride()).copy_(x.data)  # channels may be last in memory
+        x.data, x.grad = part, grad.as_strided(x.shape, x.stride())
+    return flat
 
 
 def keep_freed_memory():
@@ -839,55 +854,22 @@ def keep_freed_memory():
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
-def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
-    """Makes parameters views of one tensor, and their gradients views of its gradient.
-
-    Adam, clipping and the sum over processes are then one operation each, not one for each parameter.
-    """
-    flat = nn.Parameter(torch.cat([x.data.flatten() for x in parameters]))
-    flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in parameters]
-    for x, part, grad in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
-        part = part.as_strided(x.shape, x.stride()).copy_(x.data)  # channels may be last in memory
-        x.data, x.grad = part, grad.as_strided(x.shape, x.stride())
-    return flat
+def warn_of_lag(args: Args):
+    """Says how far segments will be behind the learner, if that is further than need be."""
+    least = 0 if args.sync else 1  # versions
+    lag = least + math.ceil(2 * args.room / args.batch_groups) - 1  # of the last for which there is room
+    if lag > least and RANK == 0:
+        expected = f"expect segments about {lag} versions behind the learner instead of {least}"
+        remedy = f"let batch_segments be a multiple of the {args.num_envs} environments"
+        print(f"{SCRIPT}.py: warning: {expected}: {remedy}", file=sys.stderr)
 
 
-def over_processes(operation: str, x: float | Tensor) -> float:
-    """SUM or MAX of a number over the processes of torchrun."""
-    x = torch.tensor(float(x), dtype=torch.float64)  # float32 counts to 2**24
-    if WORLD_SIZE > 1:
-        torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, operation))
-    return x.item()
-
-
-# === Evaluation ==============================================================================
-
-
-@stall_timer
-@torch.no_grad()
-def evaluate(args: Args) -> list[float]:
-    # differs from ppo.py: a group of one environment
-    """Returns of full episodes of a run's agent, which samples its actions as in training."""
-    torch.manual_seed(args.seed)
-    video_dir = Path(args.evaluate) / "videos" if args.capture_video else None
-    group, returns = Group(args, 1, video_dir), []
-    stall_timer.set(args.stall_seconds)
-    group.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # no seed of training
-    agent = Agent(group.envs, args).to(args.device)
-    load_checkpoint(args.evaluate, dict(agent=agent))
-    if group.row["obs"].ndim == 2:
-        torch.set_num_threads(1)  # the networks are small: a second thread only costs
-    while len(returns) < args.eval_episodes:
-        stall_timer.set(args.stall_seconds)
-        dist, _ = agent(torch.as_tensor(group.row["obs"], device=args.device))
-        group.send(dist.sample().cpu().numpy())
-        _, episodes = group.receive()
-        returns += [episode["charts/episodic_return"] for episode in episodes]
-    group.envs.close()
-    return returns
-
-
-# === Logs and checkpoints ====================================================================
+def check_game(spec: gym.envs.registration.EnvSpec, video_dir: Path | None):
+    """Fails for an Atari game that skips frames at random, and for videos without the package they need."""
+    if spec.kwargs["frameskip"] not in (1, 4):
+        fail(f"{spec.id} skips a random number of frames: take a NoFrameskip-v4 or an ALE/...-v5 id")
+    if video_dir and not find_spec("moviepy"):
+        fail("--capture-video: pip install moviepy")
 
 
 def lock(run_dir: Path) -> FileLock:
@@ -900,8 +882,8 @@ def lock(run_dir: Path) -> FileLock:
     return run_lock
 
 
-def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[SummaryWriter, tqdm]:
-    """TensorBoard's writer and a progress bar. With --track, Weights & Biases gets what TensorBoard gets."""
+def start_logging(args: Args, run_dir: Path, first_step: int) -> SummaryWriter:
+    """TensorBoard's writer. With --track, Weights & Biases gets what TensorBoard gets."""
     if args.track:
         import wandb
 
@@ -918,19 +900,11 @@ def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[SummaryWr
     writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
     atexit.register(writer.close)  # writes the last logs after an exception, too
     writer.add_text("args", "\n".join(f"    {name}: {x}" for name, x in asdict(args).items()))
-    style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
-    total = args.num_iterations * args.batch_size
     print(run_dir)
-    return writer, tqdm(total=total, initial=first_step, unit="step", unit_scale=True, **style)
+    return writer
 
 
-def log(writer: SummaryWriter, step: int, scalars: dict[str, float]):
-    for name, x in scalars.items():
-        if np.isfinite(x):
-            writer.add_scalar(name, x, step)
-
-
-def save_checkpoint(run_dir: Path, args: Args, parts: dict, **numbers):
+def save_checkpoint(run_dir: Path, args: Args, parts: dict, numbers: dict):
     """Saves atomically: a kill leaves the old checkpoint or the new one."""
     state = {name: part.state_dict() for name, part in parts.items()} | numbers
     state |= dict(script=SCRIPT, args=asdict(args) | dict(resume=None))
@@ -939,7 +913,7 @@ def save_checkpoint(run_dir: Path, args: Args, parts: dict, **numbers):
     (run_dir / "checkpoint.tmp").replace(run_dir / "checkpoint.pt")
 
 
-def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[str] = ()) -> dict:
+def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Iterable[str] = ()) -> dict:
     """What save_checkpoint() saved, with Args. Parts take on their saved state. Numbers must be there."""
     path = Path(run_dir) / "checkpoint.pt"
     try:
@@ -955,18 +929,95 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[s
         fail(f"{path} cannot be loaded with these flags and this {SCRIPT}.py: {error!r:.150}")
 
 
-# === Main ====================================================================================
+def heartbeat(name: str):
+    """Says that a loop goes on; see watch_heartbeats()."""
+    HEARTBEATS[name] = time.monotonic()
 
 
-def parse_args() -> Args:
-    # differs from ppo.py: what a batch has is a flag of its own
-    """The command line. A run that is resumed or evaluated brings its own arguments as defaults."""
+def watch_heartbeats(seconds: int):
+    """Ends the process, and shows where each thread is, when a loop does not go on for so many seconds."""
+    print(f"--stall-seconds {seconds}: a longer iteration ends the run", file=sys.stderr)
+    while True:
+        # may crash beside threads that run, so it is only for C code that keeps Python's lock
+        faulthandler.dump_traceback_later(seconds + 1, exit=True, file=2)
+        time.sleep(0.5)
+        if any(time.monotonic() - then > seconds for then in HEARTBEATS.copy().values()):
+            try:
+                os.write(2, f"--stall-seconds {seconds}: nothing ended within that time\n".encode())
+                faulthandler.dump_traceback(file=2)
+            finally:
+                os._exit(1)
+
+
+def stop_after_iteration(signum: int, _):
+    """Handles a signal: the first ends the run after its iteration, and a second Ctrl-C at once."""
+    print("stopping after this iteration", file=sys.stderr)
+    Run.stop_signal = signum
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # SIGTERM comes twice where torchrun passes it on, too
+
+
+def check(args: Args):
+    """Raises ValueError for arguments that cannot be, which tyro reports as it reports a wrong flag."""
+    counts = "total_timesteps num_envs num_actors num_steps batch_segments num_minibatches save_every"
+    counts += " eval_episodes"
+    rates = "gamma gae_lambda sample_reuse max_staleness learning_rate clip_coef ent_coef vf_coef"
+    rates += " max_grad_norm target_kl"
+    least = dict.fromkeys(counts.split(), 1) | dict.fromkeys(["seed", "stall_seconds", *rates.split()], 0)
+    for name, x in asdict(args).items():
+        if x is not None and name in least and not least[name] <= x < np.inf:
+            raise ValueError(f"{name} cannot be {x}")
+    groups, unit = args.num_groups, WORLD_SIZE * max(1, args.group_size)
+    rest = args.batch_size // WORLD_SIZE % args.num_minibatches
+    share = args.sample_reuse % 1 or 1  # of the samples, in the last pass
+    rules = {
+        "give --resume or --evaluate, not both": not (args.resume and args.evaluate),
+        "--capture-video records the episodes of --evaluate": args.evaluate or not args.capture_video,
+        "max_grad_norm must be above 0": args.max_grad_norm > 0,
+        "stall_seconds must be below 2**22": args.stall_seconds < 2**22,  # 48 days: Windows' limit
+        "seed + steps must be below 2**31": args.seed + args.total_timesteps + args.num_envs < 2**31,
+        "gamma and gae_lambda must be at most 1": max(args.gamma, args.gae_lambda) <= 1,
+        "a minibatch must hold more than one step": args.num_steps * share >= 2 * args.num_minibatches,
+        f"num_envs must be a multiple of {groups}: two groups an actor": args.num_envs % groups == 0,
+        f"batch_segments must be a multiple of {unit}, a group's size": args.batch_segments % unit == 0,
+        "num_minibatches must divide batch_segments * num_steps / processes": rest == 0,
+        "total_timesteps must be at least batch_segments * num_steps": args.num_iterations >= 1,
+        "sample_reuse cannot be 0": args.sample_reuse > 0,
+    }
+    for rule, is_kept in rules.items():
+        if not is_kept:
+            raise ValueError(rule)
+
+
+def check_spaces(env_id: str, envs: gym.vector.VectorEnv):
+    """Fails for environments that the agent cannot play."""
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    if envs.envs[0].spec.entry_point == "ale_py.env:AtariEnv":  # without its frames, lives and no-ops
+        fail(f"--env-id {env_id}: write {envs.envs[0].spec.id}")
+    if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
+        fail(f"{env_id} acts in {action_space}: try ppo_continuous.py, or Discrete actions from 0")
+    if not isinstance(obs_space, gym.spaces.Box):
+        fail(f"{env_id} observes {obs_space}: this script takes vectors and images")
+
+
+def fail(message: str) -> NoReturn:
+    """Reports a mistake of the user, not a bug, in one line on stderr; exit code 2."""
+    print(f"{SCRIPT}.py: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse_args(
+    fixed: Sequence[str] = ("env_id", "seed", "num_envs", "num_steps", "batch_segments"),
+) -> Args:
+    """The command line. A run that is resumed or evaluated brings its own arguments as defaults.
+
+    fixed: what --resume cannot change.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", "--evaluate", dest="run_dir")
     run_dir = parser.parse_known_args()[0].run_dir
     saved = tyro.MISSING_NONPROP if run_dir is None else load_checkpoint(run_dir)["args"]
     args = tyro.cli(Args, default=saved)
-    for name in ("env_id", "seed", "num_envs", "num_steps", "batch_unrolls"):
+    for name in fixed:
         if args.resume and getattr(args, name) != getattr(saved, name):
             fail(f"--resume cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
     if args.device == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
@@ -977,21 +1028,22 @@ def parse_args() -> Args:
     return args
 
 
-if __name__ == "__main__":
-    args, stop = parse_args(), []
-    if args.stall_seconds and RANK == 0:
-        print(f"--stall-seconds {args.stall_seconds}: a longer iteration ends the run", file=sys.stderr)
-
-    def finish(signum: int, _):
-        """The first signal ends the run after its iteration, and a second Ctrl-C at once."""
-        print("stopping after this iteration", file=sys.stderr)
-        stop.append(signum)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # SIGTERM comes twice where torchrun passes it on, too
-
+def main():
+    """Trains, or evaluates a run, as the command line says."""
+    args = parse_args()
+    if args.stall_seconds:
+        threading.Thread(target=watch_heartbeats, args=[args.stall_seconds], daemon=True).start()
     if args.evaluate:
         returns = evaluate(args)
         print(f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes")
-    else:
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, finish)
-        train(args, stop)
+        return
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, stop_after_iteration)
+    try:
+        train(args)
+    finally:
+        HEARTBEATS.clear()  # what is still to be written or sent may take its time
+
+
+if __name__ == "__main__":
+    main()

@@ -101,8 +101,8 @@ def small_args(script, **flags):
     small = dict(num_envs=2 if script is ppo_atari else 4, num_steps=16, total_timesteps=64, device="cpu")
     if script in (ppo_continuous, ppo_multidiscrete):
         small |= dict(num_minibatches=4, update_epochs=2)
-    if script in (impala_vtrace, ppo_async):  # in turn, so that it repeats; a batch is an unroll of each
-        small |= dict(env_id="CartPole-v1", sync=True, batch_unrolls=flags.get("num_envs", 4))
+    if script in (impala_vtrace, ppo_async):  # in turn, so that it repeats; a batch is a segment of each
+        small |= dict(env_id="CartPole-v1", sync=True, batch_segments=flags.get("num_envs", 4))
     if script is impala_vtrace:
         small |= dict(log_every=1)
     if script is ngu_r2d2:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 
 def small(**flags):
     """Two groups of two environments; an iteration is one segment of each."""
-    flags = dict(env_id="Count-v0", num_envs=4, num_steps=16, batch_unrolls=4) | flags
+    flags = dict(env_id="Count-v0", num_envs=4, num_steps=16, batch_segments=4) | flags
     return Args(**dict(total_timesteps=64 * 10, sync=True, device="cpu") | flags)
 
 
@@ -84,12 +84,12 @@ def test_in_turn_it_is_the_update_of_ppo_atari(monkeypatch):
     monkeypatch.setattr(Agent, "__init__", lambda self, *x: (original(self, *x), made.append(self))[0])
     monkeypatch.setattr(ppo_async, "collect", spy)
     flags = dict(env_id="PongNoFrameskip-v4", num_envs=4, num_steps=16, device="cpu", total_timesteps=64)
-    ppo_async.train(Args(**flags, batch_unrolls=4, sample_reuse=2.0, sync=True))
+    ppo_async.train(Args(**flags, batch_segments=4, sample_reuse=2.0, sync=True))
     data, agents = seen["data"], []
 
     class Replayed:  # of the rollout that ppo_async.py saw
         num_envs, t = 4, 0
-        envs = ppo_async.make_env(Args(**flags, batch_unrolls=4), 1)
+        envs = ppo_async.make_env(Args(**flags, batch_segments=4), 1)
         single_observation_space = envs.single_observation_space
         single_action_space = envs.single_action_space
 
@@ -126,7 +126,7 @@ def test_in_turn_it_is_the_update_of_ppo_atari(monkeypatch):
     ppo_atari.train(ppo_atari.Args(**flags, update_epochs=2))
     theirs = torch.cat([p.detach().flatten() for p in agents[0].parameters()])
     del made[:]
-    ppo_async.train(Args(**flags, batch_unrolls=4, sample_reuse=2.0, sync=True))
+    ppo_async.train(Args(**flags, batch_segments=4, sample_reuse=2.0, sync=True))
     ours = torch.cat([p.detach().flatten() for p in made[0].parameters()])
     assert shuffles == [64] * 4 and randperm is not torch.randperm
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
@@ -219,7 +219,7 @@ def test_minibatches_are_always_as_many_and_none_is_of_one_sample(monkeypatch):
     monkeypatch.setattr(
         ppo_async, "ppo_loss", lambda a, b, *x: (sizes.append(len(b["obs"])), loss(a, b, *x))[1]
     )
-    flags = dict(num_envs=2, batch_unrolls=1, num_steps=64, num_minibatches=8, sample_reuse=0.3)
+    flags = dict(num_envs=2, batch_segments=1, num_steps=64, num_minibatches=8, sample_reuse=0.3)
     ppo_async.train(small(env_id="CartPole-v1", **flags, total_timesteps=64 * 3))
     assert sizes == [3, 3, 3, 2, 2, 2, 2, 2] * 3
 
@@ -368,7 +368,7 @@ def test_time_limit_is_valued_by_the_optimizer_on_demand(flags, monkeypatch):
     "flags,words",
     [
         ("--num-envs 3", "num_envs must be a multiple of 2"),
-        ("--batch-unrolls 9", "must be a multiple of 8"),
+        ("--batch-segments 9", "must be a multiple of 8"),
         ("--segment-length 4", "a minibatch must hold more than one step"),
         ("--sample-reuse 0", "sample_reuse cannot be 0"),
         ("--max-staleness -1", "max_staleness cannot be -1"),

@@ -5,10 +5,7 @@ import cv2
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from conftest import games
-
-import ppo_atari
 
 gym.register_envs(ale_py)
 
@@ -134,49 +131,6 @@ def test_frame_by_frame_against_plain_wrappers(game):
                 scores[i].append((episode["r"][i], episode["l"][i]))
     assert scores == [env.finished for env in plain]
     assert dones and any(scores)
-
-
-def test_halves_play_as_the_whole():
-    """Whatever is sent and received in between: the games do not know of each other."""
-    whole, halved = games("BreakoutNoFrameskip-v4", 4), games("BreakoutNoFrameskip-v4", 4)
-    np.testing.assert_array_equal(whole.reset(seed=1)[0], halved.reset(seed=1)[0])
-    actions, ends = np.random.default_rng(0).integers(4, size=(601, 4)), 0
-    left, right = slice(0, 2), slice(2, 4)
-    halved.send(actions[0, left], left)
-    for t in range(600):
-        *step, info = whole.step(actions[t])
-        halved.send(actions[t, right], right)
-        first = halved.recv(left)
-        halved.send(actions[t + 1, left], left)
-        second = halved.recv(right)
-        for expected, x, y in zip(step, first, second, strict=False):
-            np.testing.assert_array_equal(expected, np.concatenate((x, y)))
-        if "final_info" in info:
-            ended = info["final_info"]["_episode"]
-            of_halves = [x[-1]["final_info"] for x in (first, second) if "final_info" in x[-1]]
-            assert sum(x["_episode"].sum() for x in of_halves) == ended.sum()
-            ends += ended.sum()
-    assert ends > 4
-
-
-def test_training_with_halves_is_that_of_one_half_after_the_other(tmp_path, monkeypatch):
-    """The emulators that work meanwhile change nothing, to the last bit."""
-    monkeypatch.chdir(tmp_path)
-    args = ppo_atari.Args(
-        env_id="BreakoutNoFrameskip-v4", num_envs=4, num_steps=16, total_timesteps=256, halves=True
-    )
-    send, recv, results = ppo_atari.AtariEnvs.send, ppo_atari.AtariEnvs.recv, {}
-
-    def send_and_wait(self, actions, half):
-        send(self, actions, half)
-        results[half.start] = recv(self, half)
-
-    together = ppo_atari.load_checkpoint(ppo_atari.train(args))["agent"]
-    monkeypatch.setattr(ppo_atari.AtariEnvs, "send", send_and_wait)
-    monkeypatch.setattr(ppo_atari.AtariEnvs, "recv", lambda self, half: results.pop(half.start))
-    in_turn = ppo_atari.load_checkpoint(ppo_atari.train(args))["agent"]
-    for name, x in together.items():
-        assert torch.equal(x, in_turn[name]), name
 
 
 def test_frames_that_six_games_play_by_themselves():

@@ -1,16 +1,13 @@
 """What every script promises: errors, stopping and resuming, logs, evaluation; through its command line."""
 
 import faulthandler
-import gc
 import os
 import random
 import re
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -142,6 +139,9 @@ def test_wrong_flag(script, flags, monkeypatch, capsys):
     assert not os.listdir()
 
 
+VECTORS = (ppo, ppo_shared, ppo_continuous, ppo_multidiscrete)
+
+
 @pytest.mark.parametrize(
     "script,env_id,words",
     [
@@ -177,8 +177,9 @@ def test_wrong_flag(script, flags, monkeypatch, capsys):
         (ngu_r2d2, "FrozenLake-v1", "vectors and images"),
         (ngu_r2d2, "SmallImage-v0", "grids of numbers below 11"),
         (ngu_r2d2, "MiniGrid-NoSuchTask-v0", "MiniGrid-NoSuchTask"),
-        *((x, "NoSuchGame-v4", "for Atari games: ppo_atari.py") for x in (ppo, ppo_shared)),
-        *((x, "NoSuchGame-v4", "for Atari games: ppo_atari.py") for x in (ppo_continuous, ppo_multidiscrete)),
+        *((x, "NoSuchGameNoFrameskip-v4", "for Atari games: ppo_atari.py") for x in VECTORS),
+        *((x, "ALE/NoSuchGame-v5", "for Atari games: ppo_atari.py") for x in VECTORS),
+        *((x, "NoSuchGame-v4", r"^(?!.*Atari).*NoSuchGame") for x in VECTORS),
     ],
 )
 def test_space_that_the_script_does_not_handle(script, env_id, words, monkeypatch, capsys):
@@ -213,9 +214,9 @@ def test_checkpoints_that_are_none(script, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "script,flags",
     [
-        (impala_vtrace, "--batch-unrolls 8"),
+        (impala_vtrace, "--batch-segments 8"),
         (impala_vtrace, "--replay-fraction 0.5"),
-        (ppo_async, "--batch-unrolls 8"),
+        (ppo_async, "--batch-segments 8"),
         (ngu_r2d2, "--no-rnd"),
         (ngu_r2d2, "--no-train-embedding"),
         (ngu_r2d2, "--unroll 16"),
@@ -420,7 +421,7 @@ def parameters_of(run_dir):
 @pytest.mark.parametrize("name", SCRIPTS | OTHERS)
 def test_after_an_exception_a_notebook_goes_on(name, monkeypatch):
     """No timer ends the process that has caught it, and a run may be resumed while the exception is kept."""
-    script, timer, threads = (SCRIPTS | OTHERS)[name], [], threading.active_count()
+    script, timer = (SCRIPTS | OTHERS)[name], []
     args = small_args(script, save_every=1, stall_seconds=9)
     args.total_timesteps = 3 * args.batch_size
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: timer.append("set"))
@@ -436,9 +437,6 @@ def test_after_an_exception_a_notebook_goes_on(name, monkeypatch):
     script.train(resumed(script, run_dir))
     assert steps_of(run_dir) == [n * args.batch_size for n in (1, 2, 3)]
     assert not timer and kept.traceback
-    del kept
-    gc.collect()  # logs of the first run
-    assert threading.active_count() <= threads + 1  # logs of the second
 
 
 WORK = [(gym.vector.SyncVectorEnv, "reset"), (gym.vector.SyncVectorEnv, "step"), (AtariVectorEnv, "reset")]
@@ -608,7 +606,7 @@ def test_non_finite_loss_stops_the_run(vector_script):
     with pytest.raises(SystemExit) as end:
         vector_script.train(args)
     (run_dir,) = Path("runs").iterdir()
-    words = rf"step 192: not finite: \{{'losses/.* nan.*\}}, and rewards; last good checkpoint: "
+    words = r"step 192: not finite: \{'losses/.* nan.*\}, and rewards; last good checkpoint: "
     assert re.fullmatch(f"{words}{run_dir}/checkpoint.pt, of iteration 2", end.value.code), end.value.code
     state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
     assert state["iteration"] == 2 and len(state["agent"]) == 12
@@ -810,7 +808,7 @@ def test_track_without_wandb(script, monkeypatch, capsys):
 
 def test_copy_in_an_empty_folder_runs(script):
     Path("copied.py").write_text(with_fields_of_ones_own(script))
-    batch = "--batch-unrolls" if script in (impala_vtrace, ppo_async) else "--num-minibatches"
+    batch = "--batch-segments" if script in (impala_vtrace, ppo_async) else "--num-minibatches"
     batch = "--batch-sequences" if script is ngu_r2d2 else batch
     flags = ["--num-envs", "2", "--num-steps", "16", "--total-timesteps", "64", batch, "2", "--coef", "-2"]
     subprocess.run([sys.executable, "-I", "copied.py", *flags], check=True, capture_output=True)
@@ -880,17 +878,19 @@ def test_speed_is_measured_from_the_second_iteration_on(monkeypatch):
         time_ns, sleep, monotonic = time.time_ns, time.sleep, staticmethod(lambda: clock[0])
 
     monkeypatch.setattr(ppo, "time", Time)
-    args = ppo.Args(total_timesteps=3 * 512)
-    for iteration, total in ((0, 3 * 512), (3, 6 * 512)):
-        args = replace(resumed(ppo, run.folder) if iteration else args, total_timesteps=total)
-        run = ppo.Run(args)
+    run_dir = None
+    for total in (3, 6):
+        args = ppo.Args() if run_dir is None else resumed(ppo, run_dir)
+        run = ppo.Run(replace(args, total_timesteps=512 * total))
         for k in run.iterations():
             run.count_steps(512, {})
-            clock[0] += per_iteration[k - iteration]
+            clock[0] += per_iteration[k % 3]
             run.log({}, {})
         run.writer.close()
+        run_dir = run.folder
     speeds = [(2 * 512, 256.0), (3 * 512, 1024 / 6), (5 * 512, 256.0), (6 * 512, 1024 / 6)]
-    assert scalars(run.folder, "charts/SPS") == pytest.approx(speeds)
+    found = scalars(run_dir, "charts/SPS")
+    np.testing.assert_allclose(found, speeds)
 
 
 def test_numbers_that_an_environment_reports_are_logged(script):
@@ -961,37 +961,35 @@ def test_a_second_loss_may_stand_anywhere_in_the_loop(name, monkeypatch):
         monkeypatch.setattr(script.Run, method, spy)
     args = small_args(script)
     script.train(replace(args, total_timesteps=2 * args.batch_size))
-    assert places.count("iterations") == places.count("log") == 2 <= places.count("count_steps")
+    assert places.count("iterations") == places.count("log") == 2
+    assert "count_steps" in places or script in (impala_vtrace, ppo_async)  # whose actors take the steps
 
 
 @pytest.mark.parametrize("name", SCRIPTS | OTHERS)
 def test_randomness_of_python_and_numpy_repeats(name, monkeypatch):
-    """Whoever uses random or np.random in the loop has the same numbers with the same seed, resumed or not."""
-    script, drawn, original = (SCRIPTS | OTHERS)[name], [], (SCRIPTS | OTHERS)[name].Run.count_steps
+    """Who uses random or np.random in the loop has the same numbers with the same seed, resumed or not."""
+    script, drawn, original = (SCRIPTS | OTHERS)[name], [], (SCRIPTS | OTHERS)[name].Run.log
 
-    def count_steps(run, *args):
-        original(run, *args)
-        drawn.append((run.step, random.random(), np.random.random()))
+    def log(*args, **data):
+        drawn.append((random.random(), np.random.random()))
+        original(*args, **data)
 
     def drawn_by(args):
         drawn.clear()
-        run_dir = script.train(args)
-        return run_dir, drawn.copy()
+        return script.train(args), drawn.copy()
 
-    monkeypatch.setattr(script.Run, "count_steps", count_steps)
+    monkeypatch.setattr(script.Run, "log", log)
     args = small_args(script)
     args.total_timesteps = 2 * args.batch_size
     (_, first), (run_dir, again), (_, other) = (drawn_by(replace(args, seed=seed)) for seed in (1, 1, 2))
-    assert first == again and len({x for _, *pair in first + other for x in pair}) == 4 * len(first)
+    assert first == again and len({x for pair in first + other for x in pair}) == 4 * len(first) == 8
     _, rest = drawn_by(replace(resumed(script, run_dir), total_timesteps=4 * args.batch_size))
     _, whole = drawn_by(replace(args, total_timesteps=4 * args.batch_size))
-    assert whole == again + rest and len(whole) == 2 * len(again)
+    assert whole == again + rest and len(whole) == 4
 
 
 OBSERVED = [(name, QUICK.get(script, "CartPole-v1")) for name, script in (SCRIPTS | OTHERS).items()]
-OBSERVED += [
-    (name, "BreakoutNoFrameskip-v4") for name in ("ppo_lstm", "impala_vtrace", "ppo_async", "ngu_r2d2")
-]
+OBSERVED += [(name, "BreakoutNoFrameskip-v4") for name in ("ppo_lstm", *OTHERS)]
 OBSERVED += [("ngu_r2d2", "MiniGrid-DoorKey-5x5-v0"), ("impala_vtrace", "FloatImage-v0")]
 
 
@@ -1002,8 +1000,9 @@ def test_an_observation_is_not_overwritten_by_the_next_step(name, env_id):
     args = small_args(script, env_id=env_id)
     envs = script.make_env(*([env_id] if script is impala_vtrace else []), args, 2)
     kept = [(obs := envs.reset(seed=1)[0], np.array(obs))]
-    for n in range(60):
-        obs, _, _, _, info = envs.step(np.stack([envs.single_action_space.sample() for _ in range(2)]))
+    for _ in range(60):
+        actions = np.stack([envs.single_action_space.sample() for _ in range(2)])
+        obs, _, _, _, info = envs.step(actions)
         kept.append((obs, np.array(obs)))
         kept += [(x, np.array(x)) for x in info.get("final_obs", ()) if x is not None]
     for seen, copy in kept:
@@ -1021,7 +1020,7 @@ def test_a_changed_policy_acts_trains_and_is_evaluated(name, monkeypatch):
     def changed(self, obs):
         dist = policy(self, obs)
         if script is ppo_continuous:
-            return type(dist)(0.0 * dist.mean + 0.75, 0.0 * dist.std + 1e-3)
+            return type(dist)(0 * dist.mean + 0.75, 0 * dist.log_std - 7)
         return type(dist)(dist.logprobs + torch.tensor([0.0, 50.0]))
 
     def spy(self, actions):

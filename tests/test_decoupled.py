@@ -37,7 +37,7 @@ def actors_alive():
 
 
 def command(script, *flags):
-    small = ["--num-steps", 20, "--num-envs", 4, "--batch-unrolls", 4, "--device", "cpu", "--env-id", *flags]
+    small = ["--num-steps", 20, "--num-envs", 4, "--batch-segments", 4, "--device", "cpu", "--env-id", *flags]
     return [sys.executable, ROOT / f"{script.SCRIPT}.py", *map(str, small)]
 
 
@@ -59,7 +59,7 @@ def test_environment_that_raises_ends_the_run_with_its_own_traceback(script):
     ended(script, "probes:Crash-v0", code=1, words="(?s)probes.py.*the environment's own mistake")
 
 
-@pytest.mark.parametrize("flags", [["--no-sync"], ["--sync"], ["--num-actors", 2, "--batch-unrolls", 1]])
+@pytest.mark.parametrize("flags", [["--no-sync"], ["--sync"], ["--num-actors", 2, "--batch-segments", 1]])
 def test_environment_that_hangs_is_shown_and_ends_the_run(script, flags):
     """Though another actor goes on, with which batches of a single unroll are complete."""
     flags = ("probes:Hang-v0", "--stall-seconds", 3, "--save-every", 1, *flags)
@@ -178,7 +178,7 @@ def test_no_actor_runs_ahead_of_the_others(script, num_actors, monkeypatch, caps
         publish(self, agent, version)
 
     monkeypatch.setattr(script.Actors, "publish", slow)
-    args = small(script, num_actors=num_actors, num_envs=4 * num_actors, batch_unrolls=4 * num_actors)
+    args = small(script, num_actors=num_actors, num_envs=4 * num_actors, batch_segments=4 * num_actors)
     args.total_timesteps = args.batch_size * 40
     run_dir = script.train(args)
     lags = scalars(run_dir, "charts/policy_lag_max" if script is impala_vtrace else "staleness/max")
@@ -189,12 +189,12 @@ def test_no_actor_runs_ahead_of_the_others(script, num_actors, monkeypatch, caps
     "flags,words",
     [
         (
-            dict(num_envs=12, num_actors=3, batch_unrolls=2, sync=False),
+            dict(num_envs=12, num_actors=3, batch_segments=2, sync=False),
             "about 6 versions behind the",
         ),
-        (dict(num_envs=4, batch_unrolls=2, sync=False), "about 2 versions behind the"),
-        (dict(num_envs=4, batch_unrolls=6, sync=False), "about 2 versions behind the"),
-        (dict(num_envs=4, batch_unrolls=2, sync=True), "about 1 versions behind the"),
+        (dict(num_envs=4, batch_segments=2, sync=False), "about 2 versions behind the"),
+        (dict(num_envs=4, batch_segments=6, sync=False), "about 2 versions behind the"),
+        (dict(num_envs=4, batch_segments=2, sync=True), "about 1 versions behind the"),
     ],
 )
 def test_geometry_with_more_lag_is_told_once(script, flags, words, capsys):

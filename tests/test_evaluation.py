@@ -235,7 +235,7 @@ def small_atari_args(script, steps, **flags):
     else:
         args |= dict(num_minibatches=1)
     if script in (impala_vtrace, ppo_async):
-        return script.Args(**args, sync=True, batch_unrolls=4)
+        return script.Args(**args, sync=True, batch_segments=4)
     return script.Args(**args, update_epochs=1)
 
 

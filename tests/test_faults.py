@@ -30,7 +30,7 @@ import probes
 import pytest
 import torch
 from ale_py.vector_env import AtariVectorEnv
-from conftest import OTHERS, SCRIPTS, one_line, scalars, small_args
+from conftest import OTHERS, SCRIPTS, one_line, scalars, small_args, steps_of
 from torch.utils.tensorboard import SummaryWriter
 
 import impala_vtrace
@@ -140,8 +140,7 @@ def assert_sound(script, run_dir, iterations=None):
 def assert_whole(script, run_dir, iterations):
     """A sound checkpoint, and each iteration logged once."""
     batch = assert_sound(script, run_dir, iterations)
-    points = scalars(run_dir, "charts/SPS")
-    assert [step for step, _ in points] == list(range(batch, batch * iterations + 1, batch))
+    assert steps_of(run_dir) == list(range(batch, batch * iterations + 1, batch))
 
 
 def assert_one_line(ended, words, code=2):
@@ -426,7 +425,7 @@ def one_environment(script):
 def minibatch_of_one_step(script):
     alone = "--num-minibatches 4 --num-envs 4"
     if script is impala_vtrace:
-        alone = "--num-envs 2 --batch-unrolls 1"
+        alone = "--num-envs 2 --batch-segments 1"
     if script is ngu_r2d2:
         alone = "--num-envs 1 --batch-sequences 1 --burn-in 0 --unroll 1 --period 1"
     ended = run(script, *flags(script), "--num-steps", 1, "--total-timesteps", 24, *alone.split())
@@ -439,17 +438,17 @@ def minibatch_of_one_step(script):
 # === Environments ============================================================================
 
 UNHARMED = 0, r"(?s)\A(?!.*Warning)"
-NOT_FINITE = 1, r"(?m)^iteration [2-6]: not finite: \{.*\}; last good checkpoint: \S+, of iteration [1-5]$"
+NOT_FINITE = r"(?m)^step \d+: not finite: \{.*\}%s; last good checkpoint: \S+, of iteration [1-5]$"
 STALLS = 1, r'(?s)--stall-seconds 2: nothing .*probes.py", line \d+ in '
-LOCKED = 1, r'(?s)--stall-seconds 2: .*Timeout \(0:00:02\)!.*probes.py", line \d+ in '
+LOCKED = 1, r'(?s)--stall-seconds 2: .*Timeout \(0:00:03\)!.*probes.py", line \d+ in '
 ENDS = {  # exit code and words
     "raises": (1, "(?s)Traceback.*probes.py.*ZeroDivisionError: the environment's own mistake"),
     "hangs": STALLS,
     "hangs-in-reset": STALLS,
     "hangs-with-lock": LOCKED,
-    "nan-observations": NOT_FINITE,
-    "nan-rewards": NOT_FINITE,
-    "huge-rewards": NOT_FINITE,
+    "nan-observations": (1, NOT_FINITE % ", and .*observations.*"),
+    "nan-rewards": (1, NOT_FINITE % ", and .*rewards.*"),
+    "huge-rewards": (1, NOT_FINITE % "(, and .*)?"),
     "wrong-shape": (1, "(?s)Traceback.*ValueError: .*shape"),
     "ends-at-every-step": UNHARMED,
     "never-ends": UNHARMED,

@@ -7,7 +7,6 @@ one of two is seen.
 """
 
 import functools
-import random
 import shutil
 import signal
 import sys
@@ -21,7 +20,7 @@ import pytest
 import torch
 from conftest import OTHERS, SCRIPTS, one_line
 from laws import check, ppo_numbers
-from traced import SMALL, Games, Run, Traced, hook_environments, record
+from traced import SMALL, Run, Traced, hook_environments, record
 
 ALL = SCRIPTS | OTHERS
 # What a run shows, in the order of cause and effect; each stage from saved on stands for itself.
@@ -64,7 +63,8 @@ PPO = COMMON | dict(
     target_kl=("run", dict(target_kl=1e-5), {}),
 )
 IMAGES = dict(env_id="TracedImage-v0", learning_rate=1e-3)
-REPLAYED = dict(replay_fraction=0.5, num_envs=2, batch_unrolls=4, total_timesteps=64)
+REPLAYED = dict(replay_fraction=0.5, num_envs=2, batch_segments=4, total_timesteps=64)
+STALE = dict(batch_segments=3, total_timesteps=72)  # every other batch takes one that was left over
 RETRACE = dict(target="retrace", cross_mixture=1.0, eval_epsilon=0.2, h_eps=0.1)
 FLAGS = {
     "ppo": PPO,
@@ -73,7 +73,6 @@ FLAGS = {
     | dict(
         env_id=("environments", dict(env_id="TracedGameTwin-v0"), {}),
         num_steps=("actions", dict(num_steps=2), {}),
-        halves="test_halves",
         amp=("batch", dict(amp=True), {}),
     ),
     "ppo_continuous": PPO | dict(env_id=("environments", dict(env_id="TracedBoxTwin-v0"), {})),
@@ -91,15 +90,13 @@ FLAGS = {
     ),
     "ppo_async": {name: row for name, row in PPO.items() if name != "update_epochs"}
     | dict(
-        num_envs=("environments", dict(num_envs=4, batch_unrolls=4), {}),
-        num_actors=("actions", dict(num_actors=2), dict(num_envs=8, batch_unrolls=8, num_steps=4)),
+        num_envs=("environments", dict(num_envs=4, batch_segments=4), {}),
+        num_actors=("actions", dict(num_actors=2), dict(num_envs=8, batch_segments=8, num_steps=4)),
         sync="test_sync",
-        gae_on_learner=("batch", dict(gae_on_learner=True), dict(artificial_delay=1, total_timesteps=64)),
         sample_reuse=("run", dict(sample_reuse=2.5), {}),
-        max_staleness=("run", dict(max_staleness=0), dict(artificial_delay=1, total_timesteps=64)),
-        artificial_delay=("actions", dict(artificial_delay=1), {}),
-        decoupled=("batch", dict(decoupled=True), dict(artificial_delay=1, total_timesteps=64)),
-        batch_unrolls=("actions", dict(batch_unrolls=4), {}),
+        max_staleness=("run", dict(max_staleness=0), STALE),
+        decoupled=("batch", dict(decoupled=True), STALE),
+        batch_segments=("actions", dict(batch_segments=4), {}),
         amp=("batch", dict(amp=True), IMAGES),
         anneal_clip=("run", dict(anneal_clip=True), dict(clip_coef=0.02, sample_reuse=2.0)),
         clip_vloss=("run", dict(clip_vloss=False), dict(clip_coef=0.02, sample_reuse=2.0)),
@@ -107,17 +104,17 @@ FLAGS = {
     ),
     "impala_vtrace": COMMON
     | dict(
-        num_envs=("environments", dict(num_envs=4, batch_unrolls=4), {}),
-        num_actors=("actions", dict(num_actors=2), dict(num_envs=8, batch_unrolls=8, num_steps=4)),
+        num_envs=("environments", dict(num_envs=4, batch_segments=4), {}),
+        num_actors=("actions", dict(num_actors=2), dict(num_envs=8, batch_segments=8, num_steps=4)),
         sync="test_sync",
         correction=("update", dict(correction="none"), REPLAYED | dict(rho_bar=0.7)),
         rho_bar=("update", dict(rho_bar=0.8), {}),
         c_bar=("update", dict(c_bar=0.8), {}),
         vtrace_lambda=("update", dict(vtrace_lambda=0.5), {}),
-        rewards=("update", dict(rewards="soft-asymmetric"), {}),
-        batch_unrolls=("actions", dict(batch_unrolls=4), {}),
-        replay_fraction=("actions", dict(replay_fraction=0.5), dict(batch_unrolls=4)),
-        replay_unrolls=("run", dict(replay_unrolls=3), REPLAYED),
+        rewards=("update", dict(rewards="raw"), {}),
+        batch_segments=("actions", dict(batch_segments=4), {}),
+        replay_fraction=("actions", dict(replay_fraction=0.5), dict(batch_segments=4)),
+        replay_segments=("run", dict(replay_segments=3), REPLAYED),
         rmsprop_decay=("update", dict(rmsprop_decay=0.5), {}),
         rmsprop_eps=("update", dict(rmsprop_eps=0.5), {}),
         sync_every="test_sync_every",
@@ -253,8 +250,8 @@ def zero(agent: torch.nn.Module):
 def test_seed_reaches_each_thing_that_is_random(name):
     """Weights, environments, actions (of an agent that sees nothing), minibatches and replay."""
     flags = dict(learning_rate=0.0, num_envs=8)
-    flags |= dict(batch_unrolls=8) if name in ("impala_vtrace", "ppo_async") else {}
-    flags |= dict(replay_fraction=0.5, batch_unrolls=16) if name == "impala_vtrace" else {}
+    flags |= dict(batch_segments=8) if name in ("impala_vtrace", "ppo_async") else {}
+    flags |= dict(replay_fraction=0.5, batch_segments=16) if name == "impala_vtrace" else {}
     flags |= dict(epsilon=1.0, batch_sequences=16) if name == "ngu_r2d2" else {}
     flags["total_timesteps"] = 2 * 8 * SMALL[name]["num_steps"]
     one, again, other = (record(ALL[name], adapt=zero, seed=seed, **flags) for seed in (1, 1, 2))
@@ -265,27 +262,6 @@ def test_seed_reaches_each_thing_that_is_random(name):
     assert not same(actions[:, :T], actions[:, T : 2 * T])  # iterations
     drawn = one.orders or draws(one)
     assert len({x.tobytes() for x in drawn}) == len(drawn)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_seed_reaches_the_modules_random_and_numpy_random(name, monkeypatch):
-    """For environments and changed scripts: as good as new in each iteration, and in a run with the same seed."""
-    drawn, step = [], Traced.step
-
-    def drawing_step(self, action):
-        drawn.append((random.random(), np.random.random()))
-        return step(self, action)
-
-    monkeypatch.setattr(Traced, "step", drawing_step)
-    found = []
-    for seed in (1, 1, 2):
-        record(ALL[name], seed=seed)
-        found.append(list(drawn))
-        drawn.clear()
-    assert found[0] == found[1]
-    for numbers in zip(*found[0], strict=True), zip(*found[2], strict=True):
-        assert all(len(set(x)) == len(x) for x in numbers)
-    assert not {x for pair in found[0] for x in pair} & {x for pair in found[2] for x in pair}
 
 
 def actions_of(run: Run) -> np.ndarray:
@@ -308,34 +284,6 @@ def test_sync(name):
     """Environments work in other threads, but with --sync in the learner's."""
     assert record(ALL[name], sync=True).threads == {threading.current_thread().name}
     assert threading.current_thread().name not in record(ALL[name], sync=False).threads
-
-
-def test_halves(monkeypatch):
-    """Between sending to a half and receiving from it, the other half is received and sent to."""
-    calls, script = [], ALL["ppo_atari"]
-    for verb in ("send", "recv"):
-        original = getattr(Games, verb)
-
-        def noted(self, *args, original=original, verb=verb):
-            games = args[-1] if args and isinstance(args[-1], slice) else slice(None)
-            calls.append((verb, tuple(range(4)[games])))
-            return original(self, *args)
-
-        monkeypatch.setattr(Games, verb, noted)
-    record(script, num_envs=4, halves=False, total_timesteps=16)
-    assert calls == [("send", (0, 1, 2, 3)), ("recv", (0, 1, 2, 3))] * 4
-    calls.clear()
-    run = record(script, num_envs=4, halves=True, total_timesteps=16)
-    first, second = (0, 1), (2, 3)
-    turns = [("recv", first), ("send", first), ("recv", second), ("send", second)]
-    assert calls == [("send", first), ("send", second), *turns * 3, ("recv", first), ("recv", second)]
-    ends = [4 * (t - 1) + 2 * (n // 2 + 1) for t in range(1, 5) for n in range(4) if is_over(run, n, t)]
-    assert [step for tag, _, step in run.logged if tag == "charts/episodic_return"] == ends
-
-
-def is_over(run: Run, n: int, t: int) -> bool:
-    """Whether the t-th step of the n-th environment, counted from 1, ended an episode."""
-    return any(run.environments[n].steps[t - 1][-2:])
 
 
 @pytest.mark.parametrize("name", [name for name in FLAGS if "target_kl" in FLAGS[name]])
@@ -363,7 +311,7 @@ def test_sync_every(monkeypatch):
     monkeypatch.setattr(script, "average_with_neighbor", lambda flat: averaged.append(len(run_so_far)))
     run_so_far, original = [], script.vtrace
     monkeypatch.setattr(script, "vtrace", lambda *args: run_so_far.append(1) or original(*args))
-    flags = dict(num_envs=4, batch_unrolls=4, num_steps=4, total_timesteps=16 * 6, max_grad_norm=1e9)
+    flags = dict(num_envs=4, batch_segments=4, num_steps=4, total_timesteps=16 * 6, max_grad_norm=1e9)
     one = record(script, sync_every=1, **flags)
     assert len(summed) == 6 and not averaged
     np.testing.assert_allclose(one.steps[0].grad, one.losses[0].grad, rtol=1e-4, atol=1e-6)
@@ -440,7 +388,8 @@ def play(name: str, **flags):
             return make_env(*args[:-1])
 
         patch.setattr(script, "make_env", noted)
-        patch.setattr(script, "heartbeat", beats.append)
+        heartbeat = script.heartbeat
+        patch.setattr(script, "heartbeat", lambda loop: beats.append(loop) or heartbeat(loop))
         returns = script.evaluate(replace(saved, evaluate=run_dir, **flags))
         assert beats == ["evaluation"] * (1 + len(Traced.made[0].steps))
         return returns, Traced.made, folders, saved

@@ -28,7 +28,7 @@ def actors_alive():
 
 def small(**flags):
     """Two groups of two environments; an update is one unroll of each."""
-    flags = dict(env_id="Count-v0", num_envs=4, num_steps=8, batch_unrolls=4, log_every=1) | flags
+    flags = dict(env_id="Count-v0", num_envs=4, num_steps=8, batch_segments=4, log_every=1) | flags
     return Args(**dict(total_timesteps=32 * 10, sync=True, device="cpu") | flags)
 
 
@@ -260,7 +260,7 @@ def test_replayed_time_limits_do_not_age(monkeypatch):
         return loss(agent, batch, args)
 
     monkeypatch.setattr(impala_vtrace, "impala_loss", spy)
-    flags = dict(replay_fraction=0.5, batch_unrolls=8, replay_unrolls=16, bootstrap_truncated=True)
+    flags = dict(replay_fraction=0.5, batch_segments=8, replay_segments=16, bootstrap_truncated=True)
     impala_vtrace.train(small(env_id="Cut-v0", **flags, learning_rate=1e-2))
     assert len(checked) == 10 and np.ptp(checked) > 0.1  # of an agent that learns
 
@@ -298,7 +298,7 @@ def test_images_and_dictionaries_become_arrays():
 
 def off_policy_batch(T=5, N=3, **flags):
     found, agent = collected(
-        small(env_id="Walk-v0", num_steps=T, num_envs=2 * N, batch_unrolls=N, **flags), 2
+        small(env_id="Walk-v0", num_steps=T, num_envs=2 * N, batch_segments=N, **flags), 2
     )
     data = tensors(found[1])
     data["logprobs"] += torch.from_numpy(np.random.default_rng(0).normal(size=(T, N)).astype(np.float32))
@@ -387,10 +387,9 @@ def test_corrections_of_the_ablation():
         torch.testing.assert_close(g, on_policy[0], rtol=1e-3, atol=1e-3)
 
 
-def test_rewards_are_clipped_or_squeezed():
+def test_rewards_are_clipped_or_raw():
     raw = torch.tensor([-20.0, -0.5, 0.5, 20.0])
     expected = dict(clip=[-1, -0.5, 0.5, 1], raw=raw.tolist())
-    expected["soft-asymmetric"] = [1.5 * np.tanh(-4), 1.5 * np.tanh(-0.1), 5 * np.tanh(0.1), 5 * np.tanh(4)]
     for how, values in expected.items():
         np.testing.assert_allclose(impala_vtrace.transform(raw, how), values, rtol=1e-5)
 
@@ -459,7 +458,7 @@ def test_replayed_share_of_a_batch(monkeypatch):
     seen = []
     original = impala_vtrace.impala_loss
     monkeypatch.setattr(impala_vtrace, "impala_loss", lambda *x: (seen.append(x[1]), original(*x))[1])
-    run_dir = impala_vtrace.train(small(replay_fraction=0.5, batch_unrolls=8, replay_unrolls=16))
+    run_dir = impala_vtrace.train(small(replay_fraction=0.5, batch_segments=8, replay_segments=16))
     assert all(batch["obs"].shape[:2] == (9, 8) for batch in seen) and len(seen) == 10
     steps = [step for step, _ in scalars(run_dir, "charts/SPS")]
     assert steps == list(range(32, 321, 32))  # only new steps count
@@ -482,7 +481,7 @@ def test_human_normalized_scores_by_hand():
 def test_three_games_in_one_network(monkeypatch):
     games = "PongNoFrameskip-v4,BreakoutNoFrameskip-v4,ALE/Boxing-v5"
     monkeypatch.setattr(Group, "receive", shortened(Group.receive))
-    args = small(env_id=games, num_envs=6, num_steps=5, batch_unrolls=6, total_timesteps=30 * 12, sync=False)
+    args = small(env_id=games, num_envs=6, num_steps=5, batch_segments=6, total_timesteps=30 * 12, sync=False)
     run_dir = impala_vtrace.train(args)
     assert not set(run_dir.name) & set(":;,#?/'")  # which W&B refuses in a run's id
     for env_id in games.split(","):
@@ -517,7 +516,7 @@ def test_the_mean_of_no_returns_is_not_0(capsys):
 
 def test_tasks_that_do_not_fit_one_network(capsys):
     with pytest.raises(SystemExit) as end:
-        impala_vtrace.train(small(env_id="CartPole-v1,Acrobot-v1", num_envs=4, batch_unrolls=4))
+        impala_vtrace.train(small(env_id="CartPole-v1,Acrobot-v1", num_envs=4, batch_segments=4))
     assert end.value.code == 2 and "one network cannot play CartPole-v1" in capsys.readouterr().err
 
 
@@ -546,7 +545,7 @@ def test_slow_learner_stops_the_actors(monkeypatch):
 
 
 def test_several_actors_and_batches_of_several_blocks():
-    run_dir = impala_vtrace.train(small(sync=False, num_envs=12, num_actors=3, batch_unrolls=10))
+    run_dir = impala_vtrace.train(small(sync=False, num_envs=12, num_actors=3, batch_segments=10))
     assert [step for step, _ in scalars(run_dir, "charts/SPS")][:2] == [80, 160]
 
 
@@ -565,7 +564,7 @@ def test_sync_repeats_bit_for_bit(flags):
     "flags,words",
     [
         ("--num-envs 3", "num_envs must be a multiple of 2"),
-        ("--batch-unrolls 33", "must be a multiple of 16"),
+        ("--batch-segments 33", "must be a multiple of 16"),
         ("--replay-fraction 1", "replay_fraction must be below 1"),
         ("--env-id ,", "at least one id"),
         ("--env-id Pendulum-v1", "ppo_continuous.py"),
@@ -586,7 +585,7 @@ def test_mistakes(flags, words):
 def test_many_tasks_have_a_folder_and_each_its_videos():
     """A file's name has 255 bytes at most, and a second task must not write over the first one's videos."""
     tasks = ",".join(["CartPole-v1", "CartPole-v0"] * 15)
-    args = small(env_id=tasks, num_envs=60, batch_unrolls=60, num_steps=4, total_timesteps=240)
+    args = small(env_id=tasks, num_envs=60, batch_segments=60, num_steps=4, total_timesteps=240)
     run_dir = impala_vtrace.train(args)
     assert run_dir.name.startswith("CartPole-v1+CartPole-v0+") and run_dir.is_dir()
     for env_id in ("CartPole-v1", "CartPole-v0"):
@@ -608,6 +607,6 @@ def test_states_that_the_lstm_is_given_are_contiguous(monkeypatch):
         return forward(self, x, state)
 
     monkeypatch.setattr(torch.nn.LSTM, "forward", spy)
-    flags = dict(lstm=True, replay_fraction=0.75, num_steps=4, num_envs=2, batch_unrolls=4)
+    flags = dict(lstm=True, replay_fraction=0.75, num_steps=4, num_envs=2, batch_segments=4)
     impala_vtrace.train(small(**flags, total_timesteps=40, sync=True))
     assert len(found) > 50 and all(found)

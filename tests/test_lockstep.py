@@ -16,7 +16,8 @@ What differs by design is set equal:
 - Minibatches: SB3's buffers get our order; RecurrentPPO's, which cuts anywhere, that of whole environments.
 - LSTM: SB3 has two, or stops the value's gradient; here its `lstm_critic` is its `lstm_actor`.
 - Logs: SB3 logs means over an update, ours the last minibatch, except for clipfrac; here SB3's `np.mean`
-  returns both. SB3 has no old_approx_kl; it is computed here from SB3's log-probabilities.
+  returns both. SB3 has no old_approx_kl; it is computed here from SB3's log-probabilities. It logs no norm of
+  gradients, which is what its `clip_grad_norm_` returns.
 - Atari: SB3's wrappers get the numbers of no-ops that our emulators drew, and grey frames of ale-py, which
   gymnasium resizes and stacks, as SB3 converts colours and stacks black frames at first. Games are cut in the
   first frame of a step, for ale-py does not pool the frames of a whole step if it is the last.
@@ -301,6 +302,7 @@ class Peer:
         model.rollout_buffer._get_samples = self.given_samples
         model.policy.evaluate_actions = self.evaluate_with_clipped_value
         model.train = self.recorded_update
+        monkeypatch.setattr(nn.utils, "clip_grad_norm_", self.clip_and_note(nn.utils.clip_grad_norm_))
         monkeypatch.setattr(Distribution, "get_actions", lambda *_, **__: next(self.actions))
         monkeypatch.setattr(np.random, "permutation", self.begin_epoch)  # of PPO's and MaskablePPO's buffers
         monkeypatch.setattr(np.random, "randint", lambda size: self.begin_epoch(size)[0])  # of RecurrentPPO's
@@ -347,6 +349,12 @@ class Peer:
             values = torch.where((clipped - returns).abs() > (values - returns).abs(), clipped, values)
         return values, logprobs, entropy
 
+    def clip_and_note(self, clip_grad_norm):
+        def clip(*inputs):
+            self.grad_norm = clip_grad_norm(*inputs)
+
+        return clip
+
     def recorded_update(self):
         buffer = self.model.rollout_buffer
         theirs = dict(obs="observations", logprobs="log_probs")
@@ -361,6 +369,7 @@ class Peer:
             "losses/old_approx_kl": self.old_approx_kl,
             "losses/approx_kl": log["train/approx_kl"][1],
             "losses/clipfrac": log["train/clip_fraction"][0],
+            "losses/grad_norm": self.grad_norm.item(),
             "losses/explained_variance": log["train/explained_variance"],
             "charts/learning_rate": log["train/learning_rate"],
         }

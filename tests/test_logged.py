@@ -25,24 +25,26 @@ IN_STEP = dict(total_timesteps=64, gamma=0.9, clip_coef=0.05, vf_coef=0.3, ent_c
 IN_TURN = dict(num_envs=4, num_steps=8)
 FLAGS = dict.fromkeys(SCRIPTS, IN_STEP) | {
     "ppo_atari": IN_STEP | dict(num_steps=8),
-    # unrolls left over by one batch are a version old in the next
+    # segments left over by one batch are a version old in the next
     "impala_vtrace": IN_TURN
-    | dict(env_id="Traced-v0,TracedTwin-v0", batch_unrolls=6, replay_fraction=0.5, log_every=2, rho_bar=1.01)
+    | dict(env_id="Traced-v0,TracedTwin-v0", batch_segments=6, replay_fraction=0.5, log_every=2, rho_bar=1.01)
     | dict(total_timesteps=8 * 3 * 7, bootstrap_truncated=True),
     "ppo_async": IN_TURN
-    | dict(batch_unrolls=5, num_actors=2, artificial_delay=1, max_staleness=1, sample_reuse=1.5)
-    | dict(decoupled=True, total_timesteps=8 * 5 * 5, clip_coef=0.05, anneal_clip=True),
+    | dict(batch_segments=5, num_actors=2, sample_reuse=1.5, decoupled=True)
+    | dict(total_timesteps=8 * 5 * 5, clip_coef=0.05, anneal_clip=True),
     "ngu_r2d2": dict(total_timesteps=160, log_every=3, learning_starts=20, rnd_max=1.5, beta=0.3, n_step=2)
     | dict(cross_mixture=0.3, embedding_every=1000, neighbors=3, kernel_eps=0.01, replay_steps=400),
 }
+FLAGS["ppo_async-dropped"] = FLAGS["ppo_async"] | dict(max_staleness=0, decoupled=False)
 AT_THE_END = ("episodic_return", "episodic_length", "score")
 
 
 @functools.cache
 def logging_run(name: str) -> Run:
+    script = ALL[name.split("-")[0]]
     with pytest.MonkeyPatch.context() as patch:
-        notes = hook_ngu(ALL[name], patch) if name == "ngu_r2d2" else None
-        run = record(ALL[name], writes=True, **FLAGS[name])
+        notes = hook_ngu(script, patch) if name == "ngu_r2d2" else None
+        run = record(script, writes=True, **FLAGS[name])
     run.notes = notes
     return run
 
@@ -102,14 +104,12 @@ def ends(env: Traced) -> list[tuple[int, dict]]:
 def batches_in_turn(run: Run) -> list[SimpleNamespace]:
     """What --sync does: actors of two groups act in turn until a batch is full; the rest waits for the next.
 
-    ready: unrolls that waited; taken: (version, environment, number of its unroll); acted: unrolls made.
-    Every batch makes a version, but those that are held back at first.
+    ready: segments that waited; taken: (version, environment, number of its segment); acted: segments made.
     """
     args, waiting, batches, counts = run.args, [], [], [0] * run.args.num_envs
-    num_actors, delay = args.num_envs // 2, getattr(args, "artificial_delay", 0)
-    size, turn = getattr(args, "new_unrolls", args.batch_unrolls), 0
-    for k in range(args.num_iterations + delay):
-        version, ready, made = max(0, k - delay), len(waiting), 0
+    num_actors, size, turn = args.num_envs // 2, getattr(args, "new_segments", args.batch_segments), 0
+    for version in range(args.num_iterations):
+        ready, made = len(waiting), 0
         while len(waiting) < size:
             for n in (2 * (turn % num_actors), 2 * (turn % num_actors) + 1):
                 waiting.append((version, n, counts[n]))
@@ -125,12 +125,12 @@ def episodes(run: Run) -> list[list[tuple[int, int, dict]]]:
     args, found = run.args, []
     all_ends = [ends(env) for env in run.environments]
     T, N = args.num_steps, args.num_envs
-    if not hasattr(args, "batch_unrolls"):
+    if not hasattr(args, "batch_segments"):
         for i in range(args.num_iterations):
             ended = [(t * N, n, e) for n in range(N) for t, e in all_ends[n] if i * T < t <= (i + 1) * T]
             found.append(sorted(ended, key=lambda x: x[0]))
         return found
-    for i, batch in enumerate(batches_in_turn(run)[: args.num_iterations]):
+    for i, batch in enumerate(batches_in_turn(run)):
         ended = []
         for _, n, k in batch.taken:
             for t, e in all_ends[n]:
@@ -146,6 +146,8 @@ def expected_episodes(run: Run) -> dict[str, list]:
         for name, value in episode.items():
             if name != "score" or run.script.SCRIPT != "ppo_atari":  # emulators report no such number
                 tags[f"charts/{name}"].append((step, value))
+        if run.script.SCRIPT == "impala_vtrace":
+            tags[f"tasks/{run.args.env_ids[n // 2]}"].append((step, episode["episodic_return"]))
         if run.script.SCRIPT == "ngu_r2d2":
             policy = run.notes.policies[step // run.args.num_envs - 1][n]
             tags[f"policies/return_{policy}"].append((step, episode["episodic_return"]))
@@ -183,41 +185,37 @@ def expected_in_step(run: Run) -> dict[str, list]:
     return tags | {"charts/SPS": speeds(times)}
 
 
-def rates(batches: list, num_losses: int, steps_of_batch: int, reuse: float, run: Run) -> dict[str, float]:
-    """Of the time between two logs, in which the learner waits while actors act, and the other way around."""
-    acted = sum(batch.acted for batch in batches) * run.args.num_steps
-    wait = acted * STEP_SECONDS / seconds(acted, num_losses)
-    collected = len(batches) * steps_of_batch / seconds(acted, num_losses)
-    num_actors, size = run.args.num_envs // 2, len(batches[0].taken)
-    capacity = max(2, size + size % 2)
+def waits(batches: list, num_losses: int, run: Run) -> dict[str, float]:
+    """Shares of the time between two logs, in which the learner waits while actors act, and the other way around.
+
+    An actor's time counts with the segments that it made, as they are taken.
+    """
+    T, num_actors, size = run.args.num_steps, run.args.num_envs // 2, len(batches[0].taken)
+    acted, taken = (T * sum(x) for x in zip(*((b.acted, len(b.taken)) for b in batches), strict=True))
+    time = seconds(acted, num_losses)
     return {
-        "charts/learner_wait": wait,
-        "charts/actor_wait": 1 - wait / num_actors,
-        "charts/queue_fill": np.mean([batch.ready for batch in batches]) / capacity,
-        "charts/collected_SPS": collected,
-        "charts/trained_SPS": collected * reuse,
-        "charts/sample_reuse": reuse,
+        "charts/learner_wait": acted * STEP_SECONDS / time,
+        "charts/actor_wait": 1 - taken * STEP_SECONDS / time / num_actors,
+        "charts/queue_fill": np.mean([batch.ready for batch in batches]) / max(2, size + size % 2),
     }
 
 
 def expected_of_impala(run: Run) -> dict[str, list]:
-    args, tags, batches, ended = run.args, defaultdict(list), batches_in_turn(run), episodes(run)
-    last, num_steps = 0, np.cumsum([batch.acted * args.num_steps for batch in batches])
-    for i in range(args.num_iterations):
+    args, tags, batches, last = run.args, defaultdict(list), batches_in_turn(run), 0
+    num_steps = np.cumsum([batch.acted * args.num_steps for batch in batches])
+    ends = [((i + 1) * args.batch_size, seconds(x, i + 1)) for i, x in enumerate(num_steps)]
+    speed = dict(speeds(ends))
+    for i, (step, _) in enumerate(ends):
         if (i + 1) % args.log_every and i + 1 < args.num_iterations:
             continue
-        step, since = (i + 1) * args.batch_size, batches[last : i + 1]
-        numbers = impala_numbers(run, i)
+        since, numbers = batches[last : i + 1], impala_numbers(run, i)
         numbers.pop("loss")
         found = {f"losses/{name}": x for name, x in numbers.items()}
-        found["charts/learning_rate"] = clip_and_lr(run, i)[1]
-        found["charts/SPS"] = step / seconds(num_steps[i], i + 1)
-        found |= rates(since, len(since), args.batch_size, args.batch_unrolls / args.new_unrolls, run)
+        found |= {"losses/grad_norm": run.losses[i].norm, "charts/learning_rate": clip_and_lr(run, i)[1]}
+        found["charts/SPS"] = speed[step]
+        found |= waits(since, len(since), run)
         lags = [last + k - version for k, batch in enumerate(since) for version, _, _ in batch.taken]
         found |= {"charts/policy_lag": np.mean(lags), "charts/policy_lag_max": max(lags)}
-        for task, env_id in enumerate(args.env_ids):
-            returns = [e["episodic_return"] for x in ended[: i + 1] for _, n, e in x if n // 2 == task]
-            found[f"tasks/{env_id}"] = np.mean(returns)
         for tag, x in found.items():
             tags[tag].append((step, x))
         last = i + 1
@@ -225,13 +223,16 @@ def expected_of_impala(run: Run) -> dict[str, list]:
 
 
 def expected_of_async(run: Run) -> dict[str, list]:
-    args, tags, batches, k = run.args, defaultdict(list), batches_in_turn(run), 0
+    args, tags, batches, times, k = run.args, defaultdict(list), batches_in_turn(run), [], 0
     num_steps = np.cumsum([batch.acted * args.num_steps for batch in batches])
     for i, calls in enumerate(run.iterations()):
-        step, delay = (i + 1) * args.batch_size, args.artificial_delay
+        step = (i + 1) * args.batch_size
         numbers, k = [ppo_numbers(run, k + j) for j in range(len(calls))], k + len(calls)
-        names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "behavior_kl")
+        times.append((step, seconds(num_steps[i], k)))
+        names = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl"]
+        names += ["behavior_kl"] if args.decoupled else []
         found = {f"losses/{name}": numbers[-1][name] for name in names}
+        found["losses/grad_norm"] = calls[-1].norm
         clipped = np.concatenate([x["clipped"] for x in numbers])
         found["losses/clipfrac"] = clipped.mean()
         whole = {
@@ -242,24 +243,20 @@ def expected_of_async(run: Run) -> dict[str, list]:
             1 - (whole["returns"] - whole["values"]).var() / whole["returns"].var()
         )
         _, found["charts/learning_rate"] = clip_and_lr(run, k - 1)
-        found["charts/SPS"] = step / seconds(num_steps[i + delay], k)
         stale = np.array([i - version for version, _, _ in batches[i].taken])
+        is_kept = stale <= (np.inf if args.max_staleness is None else args.max_staleness)
         ages = np.concatenate([call.batch["staleness"] for call in calls])
-        assert set(ages) == set(stale[stale <= args.max_staleness])
+        assert set(ages) == set(stale[is_kept])
         found |= {"staleness/mean": ages.mean(), "staleness/max": ages.max()}
         found |= {f"staleness/clipfrac_{age}": clipped[ages == age].mean() for age in set(ages)}
-        kept = (stale <= args.max_staleness).mean()
-        since = batches[: 1 + delay] if i == 0 else batches[i + delay : i + delay + 1]
-        size = kept * args.batch_size
-        reuse = (size + round(size / 2)) / args.batch_size  # one and a half passes
-        found |= rates(since, len(calls), args.batch_size, reuse, run)
-        found |= {
-            "staleness/dropped": 1 - kept,
-            "charts/dropped_SPS": (1 - kept) * found["charts/collected_SPS"],
-        }
+        found["staleness/dropped"] = 1 - is_kept.mean()
+        size = is_kept.mean() * args.batch_size
+        found["charts/sample_reuse"] = (size + round(size / 2)) / args.batch_size  # one and a half passes
+        found |= waits(batches[i : i + 1], len(calls), run)
         for tag, x in found.items():
             tags[tag].append((step, x))
-    return tags
+    assert 0 < np.mean([x for _, x in tags["staleness/dropped"]]) < 1 or args.max_staleness is None
+    return tags | {"charts/SPS": speeds(times)}
 
 
 # === NGU ===
@@ -374,6 +371,7 @@ def expected_of_ngu(run: Run) -> dict[str, list]:
 EXPECTED = dict.fromkeys(SCRIPTS, expected_in_step) | {
     "impala_vtrace": expected_of_impala,
     "ppo_async": expected_of_async,
+    "ppo_async-dropped": expected_of_async,
     "ngu_r2d2": expected_of_ngu,
 }
 
@@ -390,14 +388,14 @@ def logged_tags(name: str) -> dict[str, list[str]]:
     return events.Reload().Tags()
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", EXPECTED)
 def test_every_tag_is_expected_and_every_expected_tag_is_there(name):
     assert set(logged_tags(name)["scalars"]) == set(expected(name))
-    assert logged_tags(name)["histograms"] == (["staleness/versions"] if name == "ppo_async" else [])
+    assert logged_tags(name)["histograms"] == ["staleness/versions"] * name.startswith("ppo_async")
     assert len({tag.split("/")[0] for tag in expected(name)}) >= 2
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", EXPECTED)
 def test_values(name):
     """Each tag of the file, at each of its steps."""
     for tag, points in expected(name).items():
@@ -422,28 +420,23 @@ def test_histogram_of_staleness():
 
 @pytest.mark.parametrize("name", ALL)
 def test_progress_bar(name):
-    """It shows the mean of the last 100 returns: of all, of each task, or of the policy without a bonus."""
-    run, done = logging_run(name), []
-    steps = {step: i for i, (step, _) in enumerate(expected(name)["charts/SPS"])}  # of logs
-    texts = list(run.bars)
-    for i, ended in enumerate(episodes(run)):
+    """It shows the mean of the last 100 returns, of all or of the policy without a bonus, and the last waits."""
+    run, done, words = logging_run(name), [], ["with beta 0"] * (name == "ngu_r2d2")
+    logged = {tag: dict(points) for tag, points in expected(name).items()}
+    for i, (ended, text) in enumerate(zip(episodes(run), run.bars, strict=True)):
         done, step = done + ended, (i + 1) * run.args.batch_size
-        if name == "impala_vtrace" and step not in steps:
-            continue
-        number, *words = texts.pop(0).removeprefix("return ").split(" ", 1)
-        mean = np.mean(shown_returns(run, done)[-100:] or np.nan)
-        np.testing.assert_allclose(float(number.rstrip(",")), mean, atol=0.051)
-        if "charts/learner_wait" in expected(name):
-            waits = [expected(name)[f"charts/{who}_wait"][steps[step]][1] for who in ("learner", "actor")]
+        if step in logged.get("charts/learner_wait", ()):
+            waits = [logged[f"charts/{who}_wait"][step] for who in ("learner", "actor")]
             if name == "impala_vtrace":
-                age = f"lag {expected(name)['charts/policy_lag'][steps[step]][1]:.1f}"
+                age = f"lag {logged['charts/policy_lag'][step]:.1f}"
             else:  # of what is dropped, too
                 versions = [version for version, _, _ in batches_in_turn(run)[i].taken]
                 age = f"staleness {i - np.mean(versions):.1f}"
-            assert words == [f"{age}, learner waits {waits[0]:.0%}, actor waits {waits[1]:.0%}"]
-        else:
-            assert words == (["with beta 0"] if name == "ngu_r2d2" else [])
-    assert not texts
+            words = [f"{age}, learner waits {waits[0]:.0%}, actor waits {waits[1]:.0%}"]
+        number, *found = text.removeprefix("return ").split(" ", 1)
+        mean = np.mean(shown_returns(run, done)[-100:] or np.nan)
+        np.testing.assert_allclose(float(number.rstrip(",")), mean, atol=0.051)
+        assert found == words
 
 
 def shown_returns(run: Run, done: list[tuple[int, int, dict]]) -> list[float]:
@@ -451,11 +444,7 @@ def shown_returns(run: Run, done: list[tuple[int, int, dict]]) -> list[float]:
     if run.script.SCRIPT == "ngu_r2d2":
         policies = run.notes.policies
         done = [x for x in done if policies[x[0] // run.args.num_envs - 1][x[1]] == 0]
-    returns = [(n, episode["episodic_return"]) for _, n, episode in done]
-    if run.script.SCRIPT == "impala_vtrace":
-        tasks = range(len(run.args.env_ids))
-        return [np.mean([x for n, x in returns if n // 2 == task]) for task in tasks]
-    return [x for _, x in returns]
+    return [episode["episodic_return"] for *_, episode in done]
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "ppo_atari"])

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import OTHERS, SCRIPTS, scalars, small_args, wait_for
+from conftest import OTHERS, SCRIPTS, small_args, steps_of, wait_for
 from ranks import LOSSES, flat, recorded, side_by_side
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -95,7 +95,7 @@ def twin_flags(script, processes: int) -> dict:
         )
         return flags | dict(total_timesteps=processes * 16 * 5)
     if script in (impala_vtrace, ppo_async):
-        flags |= dict(batch_unrolls=4)
+        flags |= dict(batch_segments=4)
     flags = {name: processes * x for name, x in flags.items()}
     flags |= dict(total_timesteps=2 * 16 * flags["num_envs"])
     if script in SCRIPTS.values():
@@ -181,7 +181,7 @@ def flags_of(name: str, iterations: int) -> dict:
         flags |= dict(replay_steps=800, hidden_size=8, embedding_every=7, target_every=3, memory_size=50)
         flags |= dict(epsilon=0.9, num_policies=8, bonus="long-run-mean")
     elif name in ("impala_vtrace", "ppo_async"):
-        flags |= dict(num_envs=8, num_actors=2, num_steps=16, batch_unrolls=8, sync=True)
+        flags |= dict(num_envs=8, num_actors=2, num_steps=16, batch_segments=8, sync=True)
     if name == "impala_vtrace":
         flags |= dict(lstm=True, replay_fraction=0.5)
     elif name == "ppo_async":
@@ -275,7 +275,7 @@ def test_first_process_alone_logs_and_saves(parts):
     assert len(list(run_dir.glob("events*"))) == 2  # one a start
     args = both[1][0]["args"]
     every = args.batch_size * getattr(args, "log_every", 1)
-    steps = [step for step, _ in scalars(run_dir, "charts/SPS")]
+    steps = steps_of(run_dir)
     assert steps[-1] == args.total_timesteps and set(steps) <= set(range(0, steps[-1] + 1, args.batch_size))
     assert len(steps) == len(both) * max(1, args.num_iterations // 2 // (every // args.batch_size))
 
@@ -469,7 +469,7 @@ def test_normalization_is_by_the_observations_and_returns_of_all(parts):
 
 
 def test_impala_learners_that_average_now_and_then(tmp_path):
-    """--sync-every 2: each learns alone, its unrolls counted twice; after updates 2 and 4 they meet."""
+    """--sync-every 2: each learns alone, its segments counted twice; after updates 2 and 4 they meet."""
     flags = flags_of("impala_vtrace", 4) | dict(sync_every=2, max_grad_norm=1e9)
     ranks = side_by_side(recorded, "impala_vtrace", flags)
     args = ranks[0]["args"]
@@ -521,7 +521,7 @@ def test_processes_log_save_stop_and_resume_as_one(tmp_path):
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=600)
     assert not out and list(Path("runs").iterdir()) == [run_dir], err
-    steps = [step for step, _ in scalars(run_dir, "charts/SPS")]
+    steps = steps_of(run_dir)
     iteration = torch.load(run_dir / "checkpoint.pt")["iteration"]
     assert steps == list(range(512, 512 * iteration + 1, 512)) and iteration > 0
     total = str(512 * (iteration + 3))
@@ -581,7 +581,7 @@ def test_two_nodes_bring_back_a_rank_that_was_killed(nodes):
         for agent in agents:
             agent.kill()
     assert 10 < first < 400 and saved_iteration(run_dir) == 400
-    steps = [step for step, _ in scalars(run_dir, "charts/SPS")]
+    steps = steps_of(run_dir)
     assert steps == list(range(384, total + 1, 384))
     assert len(list(run_dir.glob("events*"))) == 3  # one a start
     assert list(Path("runs").iterdir()) == [run_dir]

@@ -66,7 +66,7 @@ def shortened(command, clone):
         module = (SCRIPTS | OTHERS)[name]
         if name in ("ppo_atari", "impala_vtrace"):  # which play many games, or large networks, for longer
             command += f" --num-steps {16 if name == 'ppo_atari' else 4}"
-        flags = re.findall(r"--(num-envs|batch-unrolls|num-steps) (\d+)", command)
+        flags = re.findall(r"--(num-envs|batch-segments|num-steps) (\d+)", command)
         args = module.Args(**{flag.replace("-", "_"): int(x) for flag, x in flags})
         steps = 2 * args.batch_size
         if "--resume" in command:
@@ -154,6 +154,16 @@ def check_tensorboard(command, clone):
 def test_readme_is_short():
     lines = README.splitlines()
     assert len(lines) <= 150 and len(README.split()) <= 1500 and max(map(len, lines)) <= 120
+
+
+def test_lines_of_scripts_are_about_as_many_as_the_table_says():
+    rows = re.findall(r"(?m)^\| `(\w+)\.py` \| (\d+) \((\d+)\) \|", README)
+    assert sorted(script for script, *_ in rows) == sorted(SCRIPTS | OTHERS)
+    for script, lines, algorithm in rows:
+        parts = (ROOT / f"{script}.py").read_text().split("# === From here on nothing is the algorithm's")
+        first, rest = (len(part.splitlines()) for part in parts)
+        assert int(lines) == pytest.approx(first + rest, rel=0.05), script
+        assert int(algorithm) == pytest.approx(first, rel=0.05), script
 
 
 def test_links_lead_somewhere():

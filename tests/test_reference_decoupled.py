@@ -79,7 +79,7 @@ def ended_in(trace, begin, length):
 
 
 def impala_args(**flags):
-    flags = dict(env_id="Wander-v0", num_envs=4, batch_unrolls=4, num_steps=5, gamma=0.9) | flags
+    flags = dict(env_id="Wander-v0", num_envs=4, batch_segments=4, num_steps=5, gamma=0.9) | flags
     flags = dict(learning_rate=0.02, ent_coef=0.05, vf_coef=0.3, device="cpu", log_every=1) | flags
     flags = dict(rho_bar=1.01) | flags  # with 1, rounding would decide whether a weight of 1 is clipped
     updates = flags.pop("updates", 6)
@@ -94,23 +94,23 @@ IMPALA = {
     "lstm": dict(lstm=True, num_actors=2, bootstrap_truncated=True, max_grad_norm=2.0),
     "lstm in turn": dict(lstm=True, sync=True, bootstrap_truncated=True, num_steps=20, rmsprop_decay=0.9),
     "replay": dict(
-        lstm=True, replay_fraction=0.5, batch_unrolls=8, replay_unrolls=6, bootstrap_truncated=True
+        lstm=True, replay_fraction=0.5, batch_segments=8, replay_segments=6, bootstrap_truncated=True
     ),
-    "replay in turn": dict(sync=True, replay_fraction=0.25, batch_unrolls=16, num_envs=12, num_actors=3),
-    "behind": dict(num_envs=8, num_actors=2, batch_unrolls=2, rewards="raw", max_grad_norm=3.0),
-    "behind in turn": dict(sync=True, num_envs=8, num_actors=2, batch_unrolls=2, anneal_lr=False),
-    "one-step-is": dict(sync=True, correction="one-step-is", batch_unrolls=2, rho_bar=0.9),
-    "epsilon": dict(sync=True, correction="epsilon", batch_unrolls=2, rewards="soft-asymmetric"),
+    "replay in turn": dict(sync=True, replay_fraction=0.25, batch_segments=16, num_envs=12, num_actors=3),
+    "behind": dict(num_envs=8, num_actors=2, batch_segments=2, rewards="raw", max_grad_norm=3.0),
+    "behind in turn": dict(sync=True, num_envs=8, num_actors=2, batch_segments=2, anneal_lr=False),
+    "one-step-is": dict(sync=True, correction="one-step-is", batch_segments=2, rho_bar=0.9),
+    "epsilon": dict(sync=True, correction="epsilon", batch_segments=2, rewards="soft-asymmetric"),
     "none": dict(correction="none", num_envs=8, rmsprop_eps=0.1, rewards="soft-asymmetric"),
-    "two tasks": dict(env_id="Wander-v0,Wild-v0", num_envs=8, batch_unrolls=8, num_steps=22, log_every=4),
+    "two tasks": dict(env_id="Wander-v0,Wild-v0", num_envs=8, batch_segments=8, num_steps=22, log_every=4),
     "tasks in turn": dict(env_id="Wander-v0,Wild-v0", num_envs=8, num_actors=2, sync=True, lstm=True),
     "shallow": dict(env_id="WanderImage-v0", lstm=True, learning_rate=1e-3),
-    "deep": dict(env_id="WanderImage-v0", network="deep", sync=True, num_envs=2, batch_unrolls=2),
+    "deep": dict(env_id="WanderImage-v0", network="deep", sync=True, num_envs=2, batch_segments=2),
     "Atari": dict(
         env_id="ShortBreakout-v0",
         updates=4,
         num_envs=2,
-        batch_unrolls=2,
+        batch_segments=2,
         num_steps=20,
         learning_rate=1e-4,
         bootstrap_truncated=True,
@@ -122,10 +122,10 @@ def new_and_replayed(args, batches):
     """Of each batch of (environment, first step): the new unrolls, which stand first, and the replayed."""
     stored, ranks = [], []
     for batch in batches:
-        size = max(1, round(args.batch_unrolls * (1 - args.replay_fraction)))
+        size = max(1, round(args.batch_segments * (1 - args.replay_fraction)))
         new, replayed = batch[:size], batch[size:]
-        assert len(batch) == args.batch_unrolls and len(set(new)) == size and not set(new) & set(stored)
-        stored = (stored + new)[-args.replay_unrolls :]
+        assert len(batch) == args.batch_segments and len(set(new)) == size and not set(new) & set(stored)
+        stored = (stored + new)[-args.replay_segments :]
         ranks += [(stored.index(name) + 0.5) / len(stored) for name in replayed]
         yield new, replayed
     if ranks:  # drawn uniformly: mean 1/2, variance 1/12
@@ -159,7 +159,7 @@ def impala_logs(args, traces, updates):
             returns[task].append(total)
         if (k + 1) % args.log_every == 0 or k + 1 == len(updates):
             scalars = losses | {"charts/policy_lag": np.mean(lags), "charts/policy_lag_max": max(lags)}
-            scalars |= {"charts/sample_reuse": args.batch_unrolls / len(new)}
+            scalars |= {"charts/sample_reuse": args.batch_segments / len(new)}
             if len(returns) > 1:
                 scalars |= {f"tasks/{task}": np.mean(x[-100:]) for task, x in returns.items() if x}
             for tag, x in scalars.items():
@@ -209,7 +209,7 @@ def test_impala(flags, monkeypatch):
 
 
 def ppo_args(**flags):
-    flags = dict(env_id="Wander-v0", num_envs=4, batch_unrolls=4, num_steps=5, num_minibatches=2) | flags
+    flags = dict(env_id="Wander-v0", num_envs=4, batch_segments=4, num_steps=5, num_minibatches=2) | flags
     flags = dict(learning_rate=0.01, ent_coef=0.05, vf_coef=0.3, gamma=0.9, gae_lambda=0.8) | flags
     updates = flags.pop("updates", 6)
     args = ppo_async.Args(**dict(total_timesteps=10**5, device="cpu") | flags)
@@ -222,22 +222,22 @@ OFF_POLICY_PPO = {
     "passes": dict(num_actors=2, num_steps=12, sample_reuse=2.5, bootstrap_truncated=True, max_grad_norm=5.0),
     "passes in turn": dict(sync=True, sample_reuse=3, target_kl=0.02, clip_vloss=False, norm_adv=False),
     "a part": dict(sync=True, num_steps=12, sample_reuse=0.5, anneal_clip=True, bootstrap_truncated=True),
-    "behind": dict(num_envs=8, num_actors=2, batch_unrolls=2, gae_on_learner=True, bootstrap_truncated=True),
+    "behind": dict(num_envs=8, num_actors=2, batch_segments=2, gae_on_learner=True, bootstrap_truncated=True),
     "decoupled": dict(
-        num_envs=8, num_actors=2, batch_unrolls=4, decoupled=True, sample_reuse=2, clip_coef=0.3
+        num_envs=8, num_actors=2, batch_segments=4, decoupled=True, sample_reuse=2, clip_coef=0.3
     ),
     "delay": dict(
         sync=True, num_steps=9, artificial_delay=2, decoupled=True, anneal_lr=False, num_minibatches=3
     ),
-    "dropped": dict(sync=True, num_envs=8, num_actors=2, batch_unrolls=6, max_staleness=0, updates=9),
+    "dropped": dict(sync=True, num_envs=8, num_actors=2, batch_segments=6, max_staleness=0, updates=9),
     "dropped late": dict(sync=True, artificial_delay=1, max_staleness=0, updates=8, anneal_clip=True),
-    "bounded": dict(num_envs=8, num_actors=2, batch_unrolls=4, max_staleness=1, updates=10),
+    "bounded": dict(num_envs=8, num_actors=2, batch_segments=4, max_staleness=1, updates=10),
     "image": dict(env_id="WanderImage-v0", learning_rate=1e-4, clip_coef=0.2),
     "Atari": dict(
         env_id="ShortBreakout-v0",
         updates=4,
         num_envs=2,
-        batch_unrolls=2,
+        batch_segments=2,
         num_steps=20,
         learning_rate=1e-4,
         bootstrap_truncated=True,
@@ -275,7 +275,7 @@ def check_passes(passes, num_samples, reuse):
 @pytest.mark.parametrize("flags", OFF_POLICY_PPO.values(), ids=OFF_POLICY_PPO)
 def test_off_policy_ppo(flags, monkeypatch):
     args = ppo_args(**flags)
-    T, B, num_iterations = args.num_steps, args.batch_unrolls, args.total_timesteps // args.batch_size
+    T, B, num_iterations = args.num_steps, args.batch_segments, args.total_timesteps // args.batch_size
     num_groups, is_atari = B // args.group_size, args.env_id == "ShortBreakout-v0"
     run = Record(ppo_async, args, monkeypatch, ["ppo_loss"])
     trained = [run.samples(obs) for (obs,) in run.inputs]  # of each gradient step
@@ -351,7 +351,7 @@ def agreement(one, other):
 def test_all_environments_have_their_own_seeds_and_noise(decoupled, sync, monkeypatch):
     """Of two actors with two groups of two, with nearly uniform policies; and when the run is resumed."""
     script, make_args = decoupled
-    flags = dict(num_envs=8, num_actors=2, batch_unrolls=8, num_steps=10, learning_rate=1e-5, sync=sync)
+    flags = dict(num_envs=8, num_actors=2, batch_segments=8, num_steps=10, learning_rate=1e-5, sync=sync)
     args = make_args(**flags, updates=4)
     with monkeypatch.context() as patch:
         first = Record(script, args, patch, head=1)
@@ -385,8 +385,8 @@ def test_rates_by_a_clock_that_only_the_test_moves(decoupled, monkeypatch):
     is_ppo = script is ppo_async
     loss = "ppo_loss" if is_ppo else "vtrace"
     monkeypatch.setattr(script, loss, slow(getattr(script, loss), 3.0))
-    flags = dict(sync=True, num_envs=8, num_actors=2, batch_unrolls=8)
-    flags |= dict(sample_reuse=2) if is_ppo else dict(replay_fraction=0.5, batch_unrolls=16, log_every=2)
+    flags = dict(sync=True, num_envs=8, num_actors=2, batch_segments=8)
+    flags |= dict(sample_reuse=2) if is_ppo else dict(replay_fraction=0.5, batch_segments=16, log_every=2)
     run = Record(script, make_args(**flags), monkeypatch)
     acting, learning = 8 * 5, 3 * (4 if is_ppo else 1)  # seconds of an iteration, which collects 40 steps
     rate = acting / (acting + learning)

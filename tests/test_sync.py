@@ -1,5 +1,5 @@
 """Scripts repeat code on purpose. What has the same name in two of them is the same code, word for word,
-unless the copy says why it is not:  # differs from ppo.py: <reason>  in its first comment."""
+unless OTHERWISE says why it is not. Below the line, where nothing is the algorithm's, almost nothing may be."""
 
 import ast
 import difflib
@@ -30,6 +30,11 @@ ORDER = (
     "ngu_r2d2",
 )
 SCRIPTS = {script: (ROOT / f"{script}.py").read_text() for script in sorted(ORDER)}
+LINE = "# === From here on nothing is the algorithm's: the run's folder, its processes, the command line ==="
+OWN = {"check", "check_spaces", "fail_to_make"}  # below the line, by arguments and environments of a script
+FIXED = re.compile(r"(?<=def parse_args\()fixed: Sequence\[str\] = .*?(?=\) -> Args:)", re.DOTALL)
+FEWER = {}  # definitions below the line that a script has no use for
+MORE = {}  # that only some scripts need
 PARENT = dict(ppo_shared="ppo", ppo_atari="ppo", ppo_continuous="ppo")
 PARENT |= dict(ppo_lstm="ppo_atari", ppo_multidiscrete="ppo_continuous")
 # against the parent: docstrings, and definitions that one lacks, not counted
@@ -105,66 +110,20 @@ def canonical(script: str, name: str) -> str | None:
     return next((s for s in ORDER[: ORDER.index(script)] if name in blocks(SCRIPTS[s])), None)
 
 
-def without_reason(text: str) -> str:
-    """A block without the comment that says why it differs."""
-    return re.sub(r"\n *# differs from [^\n]*|  # differs from [^\n]*", "", text)
+def below(script: str) -> dict[str, str]:
+    """Definitions and constants below the line, by name."""
+    return blocks(SCRIPTS[script].split(LINE)[1])
 
 
-GRAPH = "if args.compile and args.device == 'cuda' and (WORLD_SIZE == 1):"
-# what means something else in a script, and has no room for a comment of its own
-OTHERWISE = {
-    "ppo_atari": {
-        "setup: if args.compile:": "compiles act(), which is the network's here",
-        f"setup: {GRAPH}": "captures it, too",
-        "setup: obs": "frames are bytes with channels last, where the network is",
-        "setup: actions": "are where the network is",
-    },
-    "ppo_lstm": {
-        "setup: obs": "frames or vectors, where the network is",
-        f"setup: {GRAPH}": "update() waits for the device",
-    },
-    "ppo_multidiscrete": {
-        "setup: obs": "are where the network is",
-        "setup: actions": "have several components",
-        f"setup: {GRAPH}": "captures act(), too",
-    },
-    "impala_vtrace": {
-        "Args.env_id": "may be several",
-        "Args.learning_rate": "is RMSProp's",
-        "Args.batch_size": "counts new unrolls",
-        "Args.compile": "leaves acting as it is",
-        "iteration: frac": "is no detail of IMPALA's",
-        "setup: torch.set_flush_denormal": "has RMSProp instead of Adam",
-        "setup: (saved, last_returns)": "are of several tasks",
-        "setup: agent": "takes args, and the actors' environments",
-        "setup: optimizer": "is RMSProp",
-        "setup: if args.resume:": "has an optimizer without a learning rate",
-    },
-    "ppo_async": {
-        "Args.num_steps": "is of a segment",
-        "Args.num_actors": "are of one task",
-        "Args.batch_size": "counts segments",
-        "Args.compile": "leaves acting as it is",
-        "setup: actors.start": "begins with a version, which may be fewer than iterations",
-        "iteration: frac": "counts versions, as only an update is progress",
-        "setup: optimizer": "without CUDA graphs",
-        "setup: if args.resume:": "has a version",
-    },
-    "ngu_r2d2": {
-        "Args.learning_rate": "is not annealed",
-        "Args.amp": "is of an encoder",
-        "Args.compile": "leaves acting as it is",
-        "setup: envs": "draw policies",
-        "setup: seed": "is that of the first episodes",
-        "setup: agent": "takes args",
-        "setup: optimizer": "has an epsilon of its own, R2D2's, and no annealing",
-        "setup: parts": "are more",
-        "setup: (saved, updates, last_returns)": "are of the policy that --evaluate plays",
-        "setup: if args.resume:": "takes on other flags of the optimizers, and perhaps a replay",
-        "setup: if RANK == 0:": "says how large the replay is",
-        "setup: update()": "Q-learning, and curiosity",
-    },
-}
+def is_copied(script: str, name: str) -> bool:
+    """Whether a block is as in the first script that has it; a statement of the set-up: as in any before."""
+    before = [s for s in ORDER[: ORDER.index(script)] if name in blocks(SCRIPTS[s])]
+    before = before if name.startswith(("setup", "iteration")) else before[:1]
+    return blocks(SCRIPTS[script])[name] in [blocks(SCRIPTS[s])[name] for s in before]
+
+
+# blocks above the line that are not those of an earlier script, and why
+OTHERWISE = {}
 # of the statements before the first step, those of ppo.py that another PPO script needs not
 LEFT_OUT = {
     "ppo_atari": {"setup: torch.set_num_threads"},
@@ -176,20 +135,67 @@ PAIRS = [(s, name, c) for s in SCRIPTS for name in blocks(SCRIPTS[s]) if (c := c
 
 @pytest.mark.parametrize("script,name,parent", PAIRS)
 def test_same_name_same_code(script, name, parent):
-    ours, canon = blocks(SCRIPTS[script])[name], blocks(SCRIPTS[parent])[name]
-    if name in OTHERWISE.get(script, {}):
+    if name in OWN | {"parse_args"} or name in OTHERWISE.get(script, {}) or is_copied(script, name):
         return
-    comment = re.search(r"#.*", re.sub(r"^ *# \d\. .*", "", ours))
-    if comment and re.match(rf"# differs from {parent}\.py: \w+", comment[0]):
-        return
-    scripts = [parent]
-    if name.startswith(("setup", "iteration")):  # or as in any script that has said why it differs
-        scripts = [s for s in ORDER[: ORDER.index(script)] if name in blocks(SCRIPTS[s])]
-    if without_reason(ours) not in [without_reason(blocks(SCRIPTS[s])[name]) for s in scripts]:
-        diff = difflib.unified_diff(
-            canon.split("\n"), ours.split("\n"), f"{parent}.py", f"{script}.py", lineterm=""
-        )
-        raise AssertionError("\n".join(diff))
+    ours, canon = (blocks(SCRIPTS[s])[name].split("\n") for s in (script, parent))
+    diff = difflib.unified_diff(canon, ours, f"{parent}.py", f"{script}.py", lineterm="")
+    raise AssertionError("\n".join(diff))
+
+
+def test_exceptions_are_needed():
+    """Each is of a block that an earlier script has, too, with other code, and says why."""
+    for script, reasons in OTHERWISE.items():
+        for name, reason in reasons.items():
+            assert name in blocks(SCRIPTS[script]) and canonical(script, name), (script, name)
+            assert not is_copied(script, name) and name not in below(script), (script, name)
+            assert len(reason.split()) > 1, (script, name)
+
+
+def common_part(script):
+    """What is below the line, without imports and without what a script has of its own."""
+    text = SCRIPTS[script].split(LINE)[1]
+    for name in OWN | MORE.get(script, set()) | set().union(*FEWER.values()):
+        text = text.replace(below(script).get(name, ""), "")
+    text = re.sub(r"(?m)^(import|from) .*\n", "", FIXED.sub("", text))
+    return re.sub(r"\n{2,}", "\n\n", text)
+
+
+@pytest.mark.parametrize("script", ORDER)
+def test_below_the_line_all_scripts_are_the_same(script):
+    """Word for word, in the same order, but for checks of arguments and environments."""
+    assert SCRIPTS[script].count(LINE) == 1
+    names, canon = below(script), below("ppo")
+    assert canon.keys() - names.keys() == FEWER.get(script, set())
+    assert names.keys() - canon.keys() == MORE.get(script, set())
+    diff = difflib.unified_diff(common_part("ppo").split("\n"), common_part(script).split("\n"), lineterm="")
+    assert not [*diff]
+    assert {"Run", "ended_episodes", "load_checkpoint", "fail", "main", *OWN} <= names.keys()
+
+
+def test_what_is_added_below_the_line_is_the_same_everywhere():
+    """And imports there are those of ppo.py, or serve what is added."""
+    added = {name for names in MORE.values() for name in names}
+    assert all(len({below(s)[name] for s in ORDER if name in below(s)}) == 1 for name in added)
+    imports = {s: set(re.findall(r"(?m)^(?:import|from) .*", SCRIPTS[s].split(LINE)[1])) for s in ORDER}
+    for script in ORDER:
+        more = " ".join(below(script)[name] for name in MORE.get(script, set()) | OWN)
+        for line in imports[script] - imports["ppo"]:
+            assert any(re.search(rf"\b{name}\b", more) for name in re.split(r"[ ,]+", line)[1:]), line
+
+
+@pytest.mark.parametrize("script", ORDER)
+def test_the_algorithm_comes_first(script):
+    """Up to and with evaluate(); what is imported for the rest is imported below the line."""
+    above = SCRIPTS[script].split(LINE)[0]
+    assert list(blocks(above))[-1] == "evaluate" and "train" in re.findall(r"(?m)^def (\w+)", above)
+    assert above.startswith("# /// script") and "\n# ///\n# ruff: noqa: E402  (" in above.split('"""')[0]
+    names = {}
+    for node in ast.parse(above).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(x.asname or x.name).split(".")[0]: node.lineno for x in node.names}
+    used = {x.id for x in ast.walk(ast.parse(above)) if isinstance(x, ast.Name)}
+    assert names.keys() <= used | {"ale_py", "minigrid"}, names.keys() - used
+    assert not re.search("# differs from", SCRIPTS[script])
 
 
 @pytest.mark.parametrize("script", [s for s in ORDER if s.startswith("ppo_") and s != "ppo_async"])
@@ -199,11 +205,6 @@ def test_set_up_leaves_nothing_out(script):
         {n for n in blocks(SCRIPTS[s]) if n.startswith(("setup", "iteration"))} for s in (script, "ppo")
     )
     assert canon - ours == LEFT_OUT.get(script, set()) and len(canon) > 25
-
-
-def test_exceptions_are_of_blocks_that_exist():
-    for script, names in OTHERWISE.items():
-        assert names.keys() <= blocks(SCRIPTS[script]).keys() and all(names.values())
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git knows which files are the project's")
@@ -218,8 +219,8 @@ def test_every_block_is_compared():
     everywhere = {
         "setup: update()",
         "setup: optimizer",
-        "setup: if args.resume:",
-        "iteration: torch.manual_seed",
+        "setup: run",
+        "iteration: lr.fill_",
     }
     for script in ("ppo_shared", "ppo_atari", "ppo_continuous", "ppo_lstm", "ppo_multidiscrete", "ppo_async"):
         assert everywhere <= {name for s, name, _ in PAIRS if s == script}
@@ -232,6 +233,7 @@ def test_every_block_is_compared():
         "lock",
         "start_logging",
         "evaluate",
+        "Run",
         "Args.seed",
         "train: 1. rollout",
     } <= names
@@ -298,11 +300,13 @@ def test_house_style(script):
         *MORE_SECTIONS.get(script, []),
         "Training",
         "Evaluation",
-        "Logs and checkpoints",
-        "Main",
+        LINE.strip("# ="),
     ]
     assert sections == expected
     assert not re.search(r"except:|except Exception|time\.time\(\) *%", source)
+    for node in ast.walk(ast.parse(source)):  # reads well in help(), without the name above it
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            assert not re.match(r"(Of|Its|What)\b", ast.get_docstring(node) or ""), node.name
     fields = re.search(r"class Args:\n(.*?)\n    @property", source, re.DOTALL)[1].splitlines()
     assert all("  # " in line for line in fields if ": " in line and not line.strip().startswith("#"))
 

@@ -121,7 +121,7 @@ def test_processes_have_a_backend_for_each_device(run, device, gpu, monkeypatch)
     monkeypatch.setattr(distributed, "all_reduce", reduce)
     monkeypatch.setattr(atexit, "register", lambda *_: None)
     monkeypatch.setattr(script, "WORLD_SIZE", 2)
-    double = {name: 2 * RUNS[run][name] for name in ("num_envs", "batch_unrolls") if name in RUNS[run]}
+    double = {name: 2 * RUNS[run][name] for name in ("num_envs", "batch_segments") if name in RUNS[run]}
     try:
         script.train(make_args(run, iterations=2, device=device, **double, **in_turn(run)))
     finally:
@@ -178,7 +178,7 @@ def test_a_cuda_graph_learns_what_eager_mode_learns(run, flags, monkeypatch):
 
 
 # How often a step of the rollout may wait for the GPU: for the copies of what goes in, and of what comes out.
-WAITS = {"ppo": 0, "ppo_atari": 2, "ppo_lstm-atari": 3, "ppo_multidiscrete-choice": 3}
+WAITS = {"ppo": 2, "ppo_atari": 2, "ppo_lstm-atari": 3, "ppo_multidiscrete-choice": 3}
 WAITS |= {"ppo_async-atari": 2, "impala_vtrace-atari": 1, "impala_vtrace-lstm": 1}
 
 

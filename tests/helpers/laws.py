@@ -204,7 +204,7 @@ def minibatches(run) -> list[np.ndarray]:
 def law_of_batches(run):
     """Minibatches are what the environments gave, with GAE's advantages, in the order that was drawn."""
     args, is_recurrent, indices = run.args, run.script.SCRIPT == "ppo_lstm", minibatches(run)
-    if hasattr(args, "batch_unrolls") and (args.artificial_delay or args.batch_unrolls != args.num_envs):
+    if hasattr(args, "batch_segments") and args.batch_segments != args.num_envs:
         return  # an iteration's segments are not the environments' last steps
     for order in run.orders:
         assert sorted(order) == list(range(run.args.num_envs * (1 if is_recurrent else run.args.num_steps)))
@@ -350,10 +350,7 @@ def impala_numbers(run, k: int) -> dict[str, float]:
     args, call = run.args, run.losses[k]
     batch = {name: x.numpy() for name, x in call.batch.items()}
     rewards, T = batch["last_rewards"][1:].astype(np.float64), args.num_steps
-    squeezed = 5 * np.tanh(rewards / 5)
-    soft = np.where(rewards < 0, 0.3 * squeezed, squeezed)
-    rewards = {"clip": rewards.clip(-1, 1), "soft-asymmetric": soft, "raw": rewards}[args.rewards]
-    rewards = rewards + batch["bootstraps"][1:]
+    rewards = (rewards.clip(-1, 1) if args.rewards == "clip" else rewards) + batch["bootstraps"][1:]
     discounts = args.gamma * (1.0 - batch["starts"][1:])
     dist = type("Dist", (), dict(logprobs=call.dist.logprobs[:-1]))
     logprobs = log_prob(dist, batch["last_actions"][1:])

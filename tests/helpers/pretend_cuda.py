@@ -392,9 +392,11 @@ class CUDAGraph:
         torch.set_rng_state(self.random)
         for storage, before in self.changed.values():
             storage.copy_(before)
-        for x in self.made.values():
-            garbage(x)
+        with torch.inference_mode():  # or what was made in it could not be changed
+            for x in self.made.values():
+                garbage(x)
 
+    @torch.inference_mode()
     def replay(self):
         GPU.launches["CUDA graph"] += 1
         GPU.launched[GPU.stream] += 1

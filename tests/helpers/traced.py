@@ -166,7 +166,7 @@ class Games(gym.vector.VectorEnv):
 
 BASE = dict(num_envs=2, num_steps=8, total_timesteps=32, device="cpu")
 PPO = BASE | dict(env_id="Traced-v0", num_minibatches=2, update_epochs=2, learning_rate=0.01)
-UNROLLS = BASE | dict(env_id="Traced-v0", sync=True, batch_unrolls=2, learning_rate=0.01)
+UNROLLS = BASE | dict(env_id="Traced-v0", sync=True, batch_segments=2, learning_rate=0.01)
 SMALL = {
     "ppo": PPO,
     "ppo_shared": PPO,
@@ -313,7 +313,7 @@ def gaussian(x, std=1.0):
 
 
 def hook_libraries(run: Run, patch: pytest.MonkeyPatch, writes: bool):
-    randperm, save, step = torch.randperm, torch.save, Traced.step
+    randperm, save, step, heartbeat = torch.randperm, torch.save, Traced.step, run.script.heartbeat
 
     def ordered(*args, **kwargs):
         run.orders.append(randperm(*args, **kwargs).numpy())
@@ -331,6 +331,10 @@ def hook_libraries(run: Run, patch: pytest.MonkeyPatch, writes: bool):
         run.threads.add(threading.current_thread().name)
         return step(self, action)
 
+    def beating(loop):
+        run.heartbeats.append((loop, steps_so_far()))
+        heartbeat(loop)
+
     patch.setattr(torch, "randperm", ordered)
     patch.setattr(torch, "save", saved)
     patch.setattr(torch, "compile", compiled)
@@ -339,7 +343,7 @@ def hook_libraries(run: Run, patch: pytest.MonkeyPatch, writes: bool):
         patch.setattr(SummaryWriter, "add_scalar", lambda self, *x: run.logged.append(x))
         patch.setattr(torch.nn.init, "orthogonal_", gaussian)
     patch.setattr(tqdm, "set_postfix_str", lambda self, text, **_: run.bars.append(text))
-    patch.setattr(run.script, "heartbeat", lambda loop: run.heartbeats.append((loop, steps_so_far())))
+    patch.setattr(run.script, "heartbeat", beating)
 
 
 def hook_environments(script, patch: pytest.MonkeyPatch):

@@ -134,7 +134,7 @@ class OffPolicyPPO:
         )
         losses["losses/clipfrac"] = clipped.mean()
         losses["losses/explained_variance"] = 1 - advantages.var() / targets.var()
-        losses["charts/sample_reuse"] = len(ages) / (args.batch_unrolls * args.num_steps)
+        losses["charts/sample_reuse"] = len(ages) / (args.batch_segments * args.num_steps)
         return losses, passes
 
     def step(self, minibatch, clip):
