@@ -287,24 +287,23 @@ class Agent(nn.Module):
         self.value = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, 1))
         self.advantage = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, self.num_actions))
 
-    def features(self, obs: Tensor) -> Tensor:
-        """Features (n, hidden_size) of scaled observations (n, ...)."""
-        with torch.autocast(obs.device.type, torch.bfloat16, self.args.amp):
-            return self.encoder(obs).float()
-
     def forward(self, rows: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
         """Rescaled action values (T, N, num_actions) of rows (T, N, ...), and the state after them.
 
-        rows: as Actor has them, with features() of their observations; episodes begin in the first alone.
+        rows: as Actor has them; episodes begin in the first alone.
         state: (2, N, hidden_size), hidden and cell state before it.
         """
+        obs = rows["obs"]
+        with torch.autocast(obs.device.type, torch.bfloat16, self.args.amp):
+            x = self.encoder(scaled(obs.flatten(0, 1)))
+        features = x.float().unflatten(0, obs.shape[:2])
         one_hot, r_ext = nn.functional.one_hot, rows["r_ext"]
         if self.args.squash_reward:
             r_ext = r_ext.sign() * r_ext.abs().log1p()
         rewards = torch.stack((r_ext, rows["r_int"]), -1)
         actions = one_hot(rows["last_actions"], self.num_actions)
         policies = one_hot(rows["policies"], self.args.num_policies)
-        x = torch.cat((rows["features"], actions, rewards, policies), -1)
+        x = torch.cat((features, actions, rewards, policies), -1)
         state = state * ~rows["starts"][0, :, None]
         x, state = self.lstm(x, (state[:1].contiguous(), state[1:].contiguous()))
         advantage = self.advantage(x)
@@ -417,28 +416,16 @@ def rescaled(novelty: Tensor, mask: Tensor, how: Bonus) -> Tensor:
     return novelty  # scaled when it was made
 
 
-def rounded(where: Tensor, multiple: int = 32) -> Tensor:
-    """With more true places, to a multiple: oneDNN compiles a convolution for each new number of images."""
-    missing = -int(where.sum()) % multiple
-    added = (~where).flatten().nonzero()[:missing, 0]
-    return where.flatten().index_fill(0, added, True).view_as(where)
-
-
 def q_values(agent: Agent, target: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor, Tensor]:
     """Rescaled action values (L + 1, B, A) of sequences by the online and by the target network."""
-    inputs = {name: batch[name] for name in ("last_actions", "r_ext", "r_int", "policies", "starts")}
-    t = torch.arange(args.length + 1, device=batch["mask"].device)
-    seen = rounded(t[:, None] <= batch["lengths"])  # padding is neither scaled nor encoded
-    obs, zeros = scaled(batch["obs"][seen]), torch.zeros(*seen.shape, args.hidden_size, device=seen.device)
-    inputs["features"] = zeros.index_put((seen,), agent.features(obs))
-    state, q = batch["state"], []
+    names = ("obs", "last_actions", "r_ext", "r_int", "policies", "starts")
+    rows, state, q = {name: batch[name] for name in names}, batch["state"], []
     parts = (slice(0, args.burn_in), slice(args.burn_in, None)) if args.burn_in else (slice(None),)
     for part in parts:
-        values, state = agent({name: x[part] for name, x in inputs.items()}, state.detach())
+        values, state = agent({name: x[part] for name, x in rows.items()}, state.detach())
         q.append(values)  # no gradient reaches back through the state into the burn-in
     with torch.no_grad():
-        inputs["features"] = zeros.index_put((seen,), target.features(obs))
-        target_q, _ = target(inputs, batch["state"])
+        target_q, _ = target(rows, batch["state"])
     return torch.cat(q), target_q
 
 
@@ -629,7 +616,7 @@ class Curiosity(nn.Module):
         info |= dict(alpha=alpha, reward=reward)
         if self.args.rnd:
             info |= dict(alpha_at_least=alpha <= 1, alpha_at_most=alpha >= self.args.rnd_max)
-        info = {name: float(values.mean()) for name, values in info.items()}
+        info = {name: values.mean() for name, values in info.items()}
         return reward.astype(np.float32), alpha.astype(np.float32), info
 
     def novelty_in_episode(self, x: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -672,12 +659,13 @@ class Curiosity(nn.Module):
         x = (x - mean).div_(std).clamp_(-5, 5)
         return ((self.rnd_predictor(x) - self.rnd_target(x)) ** 2).mean(-1)
 
-    def loss(self, obs: Tensor, places: Tensor, actions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, obs: Tensor, actions: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of inverse dynamics and of the predictor on last_transitions(), and the diagnostics to log."""
-        x = scaled(obs)
-        logits = self.inverse(torch.cat(self.embedding(x)[places].unbind(), -1))
+        x = scaled(obs.flatten(0, 1))
+        embedded = self.embedding(x).unflatten(0, obs.shape[:2])
+        logits, actions = self.inverse(torch.cat((embedded[:-1], embedded[1:]), -1))[mask], actions[mask]
         inverse_loss = nn.functional.cross_entropy(logits, actions)
-        rnd_loss = self.prediction_errors(x)[places[1]].mean()
+        rnd_loss = self.prediction_errors(x).unflatten(0, obs.shape[:2])[1:][mask].mean()
         accuracy = (logits.argmax(-1) == actions).float().mean()
         info = dict(inverse_loss=inverse_loss.detach(), rnd_loss=rnd_loss.detach(), inverse_accuracy=accuracy)
         # L2 of the inverse model alone (table 6): it would take novelty from what was never seen
@@ -686,13 +674,14 @@ class Curiosity(nn.Module):
 
 
 def last_transitions(batch: dict[str, Tensor], steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Observations (m, ...) around each sequence's last steps, their places (2, n) in these, actions (n,)."""
-    mask, pad = batch["mask"], nn.functional.pad
-    t = torch.arange(len(mask), device=mask.device)[:, None]
-    last = mask & (t >= batch["lengths"] - steps)
-    rows = rounded(pad(last, (0, 0, 0, 1)) | pad(last, (0, 0, 1, 0)))  # before and after each; every row once
-    at = rows.flatten().cumsum(0).view_as(rows) - 1
-    return batch["obs"][rows], torch.stack((at[:-1][last], at[1:][last])), batch["last_actions"][1:][last]
+    """Observations (steps + 1, B, ...) around each sequence's last steps, their actions, and which steps count.
+
+    Actions and mask: (steps, B). The mask is false for padding and for the burn-in.
+    """
+    first = (batch["lengths"] - steps).clamp(min=0)
+    t = first + torch.arange(min(steps, len(batch["mask"])) + 1, device=first.device)[:, None]
+    n = torch.arange(t.shape[1], device=first.device)
+    return batch["obs"][t, n], batch["last_actions"][t[1:], n], batch["mask"][t[:-1], n]
 
 
 # === Replay ==================================================================================
@@ -763,7 +752,7 @@ class Replay:
         self.written[n] += 1
 
     def place_of_state(self, row: np.ndarray) -> np.ndarray:
-        """Place of a sequence in the ring of states, by its first row: two are `period` rows apart or more."""
+        """Place of a sequence in the ring of states, by its first row: two are `period` or more apart."""
         return row // self.args.period % self.states.shape[1]
 
     def sample(self, size: int, rng: np.random.Generator) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -838,7 +827,6 @@ class Actor:
         """
         args, N, A, policies = self.args, len(epsilon), self.agent.num_actions, self.row["policies"]
         inputs = {name: torch.as_tensor(x, device=args.device)[None] for name, x in self.row.items()}
-        inputs["features"] = self.agent.features(scaled(inputs["obs"][0]))[None]
         q, self.state = self.agent(inputs, self.state)
         greedy = q[0].argmax(-1).cpu().numpy()
         actions = np.where(rng.random(N) < epsilon, rng.integers(A, size=N), greedy)

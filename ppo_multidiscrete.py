@@ -3,6 +3,7 @@
 # dependencies = ["filelock>=3.13", "gymnasium[mujoco]>=1.4", "numpy", "tensorboard", "tensordict",
 #     "torch>=2.6", "tqdm", "tyro>=1"]
 # ///
+# ruff: noqa: E402  (what only the lower part needs is imported there)
 """PPO for actions of several discrete components, with invalid-action masks: ppo.py and detail 37.
 
     python ppo_multidiscrete.py --env-id HalfCheetah-v4     # cuts continuous actions into 11 bins
@@ -18,37 +19,19 @@ Details  numbered as in https://iclr-blog-track.github.io/2022/03/25/ppo-impleme
 Shapes   T = num_steps, N = num_envs / processes, M = T * N / num_minibatches; K = len(nvec), S = sum(nvec)
 """
 
-import argparse
-import atexit
-import faulthandler
 import os
-import signal
-import sys
-import threading
-import time
-from collections.abc import Sequence
-from contextlib import ContextDecorator
-from dataclasses import asdict, dataclass, fields
-from importlib.util import find_spec
+from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Literal, NoReturn
-from zipfile import BadZipFile, ZipFile
+from typing import Literal
 
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-import tyro
-from filelock import FileLock
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
-SCRIPT = Path(__file__).stem
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # rank on this machine; each has a GPU
 
 # === Arguments ===============================================================================
 
@@ -57,12 +40,11 @@ LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # rank on this machine; each 
 class Args:
     env_id: str = "HalfCheetah-v4"  # Gymnasium id of the task
     total_timesteps: int = 1_000_000  # environment steps, summed over the parallel environments
-    seed: int = 1  # seeds PyTorch and the environments; nothing else is random
+    seed: int = 1  # seeds Python, NumPy, PyTorch and the environments; nothing else is random
 
     # rollout
     num_envs: int = 1  # parallel environments, divided among torchrun's processes
     num_steps: int = 2048  # steps per environment and rollout (T)
-    stall_seconds: int = 0  # end a run if an iteration, or a step of --evaluate, takes longer; 0: never
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # GAE: 0 is the one-step advantage, 1 is Monte Carlo
     bootstrap_truncated: bool = False  # at a time limit, add gamma * value to the reward
@@ -86,11 +68,12 @@ class Args:
 
     # run
     device: Literal["cpu", "cuda"] = "cpu"  # where the networks run
-    compile: bool = False  # torch.compile the update, and acting where it is on the device
+    compile: bool = False  # torch.compile acting and the update
     track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
     wandb_project_name: str = "ppo"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases user or team
     save_every: int = 100  # iterations between checkpoints
+    stall_seconds: int = 0  # end a run if an iteration, or a step of --evaluate, takes longer; 0: never
     resume: str | None = None  # run folder to continue, with its own arguments where no flag is given
     evaluate: str | None = None  # run folder whose agent to evaluate instead of training
     eval_episodes: int = 10  # full episodes of --evaluate
@@ -105,34 +88,7 @@ class Args:
         return self.total_timesteps // self.batch_size
 
     def __post_init__(self):
-        """Checks the values. tyro reports a ValueError as it reports a wrong flag."""
-        for field in fields(self):
-            name, x = field.name, getattr(self, field.name)
-            least = 1 if field.type is int and name not in ("seed", "stall_seconds") else 0
-            if type(x) in (int, float) and not least <= x < np.inf:
-                raise ValueError(f"{name} cannot be {x}")
-        minibatch_size, rest = divmod(self.batch_size // WORLD_SIZE, self.num_minibatches)
-        rules = {
-            "give --resume or --evaluate, not both": not (self.resume and self.evaluate),
-            "--capture-video records the episodes of --evaluate": self.evaluate or not self.capture_video,
-            "max_grad_norm must be above 0": self.max_grad_norm > 0,
-            "stall_seconds must be below 2**22": self.stall_seconds < 2**22,  # 48 days: Windows' limit
-            "seed + steps must be below 2**31": self.seed + self.total_timesteps + self.num_envs < 2**31,
-            "gamma and gae_lambda must be at most 1": max(self.gamma, self.gae_lambda) <= 1,
-            "total_timesteps must be at least num_envs * num_steps": self.num_iterations >= 1,
-            f"the {WORLD_SIZE} processes of torchrun must divide num_envs": self.num_envs % WORLD_SIZE == 0,
-            "num_minibatches must divide num_envs * num_steps / processes": rest == 0,
-            "a minibatch must hold more than one step": minibatch_size != 1,
-        }
-        for rule, is_kept in rules.items():
-            if not is_kept:
-                raise ValueError(rule)
-
-
-def fail(message: str) -> NoReturn:
-    """Reports a mistake of the user, not a bug, in one line on stderr; exit code 2."""
-    print(f"{SCRIPT}.py: error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
+        check(self)
 
 
 # === Environment =============================================================================
@@ -202,37 +158,29 @@ class NormalizedEnvs(gym.vector.VectorWrapper):
 
 
 def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.vector.VectorEnv:
-    # differs from ppo.py: actions of several components
     """Vectorized environments, each reset within the step that ends its episode."""
 
     def make() -> gym.Env:
-        env = gym.make(args.env_id, **(dict(render_mode="rgb_array") if video_dir else {}))
+        render = dict(render_mode="rgb_array") if video_dir else {}
+        env = gym.make(args.env_id, disable_env_checker=True, **render)
         if video_dir:
             env = gym.wrappers.RecordVideo(env, str(video_dir), lambda n: n < args.eval_episodes)
         return gym.wrappers.RecordEpisodeStatistics(env)
 
     same_step = gym.vector.AutoresetMode.SAME_STEP
     try:  # detail 1: vectorized architecture. Slow environments gain from AsyncVectorEnv.
-        envs = gym.vector.SyncVectorEnv([make] * num_envs, copy=False, autoreset_mode=same_step)
+        envs = gym.vector.SyncVectorEnv([make] * num_envs, autoreset_mode=same_step)
     except (gym.error.Error, ImportError) as error:
-        fail(f"--env-id {args.env_id}: {error} (for Atari games: ppo_atari.py)")
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+        fail_to_make(args.env_id, error)
+    action_space = envs.single_action_space
     is_box = isinstance(action_space, gym.spaces.Box) and action_space.dtype.kind == "f"
     if is_box and action_space.is_bounded() and len(action_space.shape) == 1:
-        if args.num_bins < 2:
-            fail(f"num_bins cannot be {args.num_bins}: an action is cut into 2 bins or more")
         bins = np.linspace(action_space.low, action_space.high, args.num_bins)  # (num_bins, K)
         action_space = gym.spaces.MultiDiscrete([args.num_bins] * bins.shape[1])
         batch_space = gym.vector.utils.batch_space(action_space, num_envs)
         binned = lambda actions: np.take_along_axis(bins, actions, 0)  # noqa: E731
         envs = gym.wrappers.vector.TransformAction(envs, binned, batch_space, action_space)
-    is_handled = isinstance(action_space, gym.spaces.MultiDiscrete) and action_space.nvec.ndim == 1
-    if not is_handled or action_space.start.any():
-        fail(f"{args.env_id} acts in {action_space}: try ppo.py or ppo_continuous.py")
-    if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
-        fail(f"{args.env_id} observes {obs_space}: this script takes vectors and images")
-    if args.normalize and len(obs_space.shape) == 3:
-        fail(f"{args.env_id} observes images: add --no-normalize")
+    check_spaces(args, envs)
     return NormalizedEnvs(envs, args.gamma, frozen=args.evaluate is not None) if args.normalize else envs
 
 
@@ -244,21 +192,6 @@ def offered_masks(args: Args, envs: gym.vector.VectorEnv, info: dict) -> Tensor:
     else:
         masks = np.ones((envs.num_envs, envs.single_action_space.nvec.sum()), bool)
     return torch.as_tensor(masks, device=args.device)
-
-
-def ended_episodes(info: dict) -> list[dict[str, float]]:
-    """What to log of each episode that ended in a step: return, length and the numbers of its last info."""
-    if "final_info" not in info:
-        return []
-    final, episodes = info["final_info"], []
-    names = [name for name in final if f"_{name}" in final]  # _name marks the environments that have it
-    names = [name for name in names if np.ndim(final[name]) == 1 and final[name].dtype.kind in "biuf"]
-    for n in final["_episode"].nonzero()[0]:
-        scalars = {f"charts/{name}": float(final[name][n]) for name in names if final[f"_{name}"][n]}
-        scalars["charts/episodic_return"] = float(final["episode"]["r"][n])
-        scalars["charts/episodic_length"] = float(final["episode"]["l"][n])
-        episodes.append(scalars)
-    return episodes
 
 
 # === Agent ===================================================================================
@@ -282,7 +215,7 @@ class Categorical:
 
 
 class MultiCategorical(Categorical):
-    """Independent components, the axis before the last of logits (..., K, n): detail 37."""
+    """Distribution of K independent components, by logits (..., K, n): detail 37."""
 
     def log_prob(self, action: Tensor) -> Tensor:
         return super().log_prob(action).sum(-1)
@@ -297,7 +230,7 @@ def layer_init(layer: nn.Module, std: float = 2**0.5) -> nn.Module:
     return layer
 
 
-class Agent(nn.Module):  # differs from ppo.py: actions of several components, masks, statistics, images
+class Agent(nn.Module):
     def __init__(self, envs: gym.vector.VectorEnv):
         super().__init__()
         obs_shape, nvec = envs.single_observation_space.shape, envs.single_action_space.nvec.tolist()
@@ -354,7 +287,7 @@ class Agent(nn.Module):  # differs from ppo.py: actions of several components, m
         return action, mask, dist.log_prob(action), value
 
     def get_extra_state(self) -> Tensor:
-        """What state_dict() holds beside the parameters: the statistics of the environments."""
+        """The statistics of the environments, which state_dict() holds beside the parameters."""
         return torch.from_numpy(self.statistics)
 
     def set_extra_state(self, state: Tensor):
@@ -378,7 +311,6 @@ def compute_gae(rewards, values, dones, next_value, gamma: float, lam: float) ->
 
 def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args: Args) -> tuple[Tensor, dict]:
     """Loss of a minibatch of tensors (M, ...), and the diagnostics to log."""
-    # differs from ppo.py: masks
     dist, value = agent(batch["obs"], batch["masks"])
     logratio = dist.log_prob(batch["actions"]) - batch["logprobs"]
     ratio, advantages = logratio.exp(), batch["advantages"]
@@ -405,51 +337,254 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args:
 # === Training ================================================================================
 
 
-class StallTimer(ContextDecorator):
-    """Ends the process, and shows where each thread is, unless set() is called again within --stall-seconds.
+def train(args: Args) -> Path:
+    """Trains an agent; returns the run folder."""
+    start_process(args)
+    torch.set_num_threads(1)  # the networks are small: a second thread only costs
+    T, N, device = args.num_steps, args.num_envs // WORLD_SIZE, args.device
+    envs = make_env(args, N)
+    agent = Agent(envs).to(device)
+    flat = flatten(agent.parameters())  # one tensor for all of them
+    lr = torch.tensor(args.learning_rate, device=device)  # a tensor, or annealing would recompile
+    clip = torch.tensor(args.clip_coef, device=device)  # for the same reason
+    # detail 3: Adam's epsilon. Capturable, as a CUDA graph may hold its step.
+    optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True, capturable=True)
+    run = Run(args, agent=agent, optimizer=optimizer)  # with --resume, loads the state of both
+    optimizer.param_groups[0]["lr"] = lr  # not the checkpoint's
 
-    It decorates train() and evaluate(), and stops when they end: a notebook goes on after an exception.
+    def update(batch: dict[str, Tensor], clip: Tensor) -> dict[str, Tensor]:
+        loss, losses = ppo_loss(agent, batch, clip, args)
+        loss.backward()
+        if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients, averaged over the processes of torchrun
+            torch.distributed.all_reduce(flat.grad.div_(WORLD_SIZE))
+        norm = flat.grad.norm()  # detail 11: clipping of the global gradient norm
+        flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
+        optimizer.step()
+        flat.grad.zero_()
+        return losses | dict(grad_norm=norm)
+
+    act, update = compiled(torch.no_grad()(agent.act), args), compiled(update, args)
+    nvec = envs.single_action_space.nvec
+    obs = torch.zeros((T, *envs.observation_space.shape), device=device)
+    actions = torch.zeros((T, N, len(nvec)), dtype=torch.int64, device=device)
+    masks = torch.ones((T, N, nvec.sum()), dtype=torch.bool, device=device)
+    logprobs, values = torch.zeros((2, T, N), device=device)
+    rewards, dones = np.zeros((2, T, N), np.float32)
+    next_obs, info = envs.reset(seed=run.seed)
+    for iteration in run.iterations():
+        frac = 1 - iteration / args.num_iterations
+        lr.fill_(args.learning_rate * (frac if args.anneal_lr else 1))  # detail 4: learning rate annealing
+        clip.fill_(args.clip_coef * (frac if args.anneal_clip else 1))  # auxiliary detail 1: clip annealing
+
+        # 1. rollout
+        for t in range(T):
+            obs[t] = torch.as_tensor(next_obs)
+            actions[t], masks[t], logprobs[t], values[t] = act(obs[t], offered_masks(args, envs, info))
+            next_obs, rewards[t], terminated, truncated, info = envs.step(actions[t].cpu().numpy())
+            dones[t] = terminated | truncated
+            run.count_steps(args.num_envs, info)
+            if args.bootstrap_truncated and (cut := truncated & ~terminated).any():  # beyond the blog
+                final_obs = torch.as_tensor(np.stack(info["final_obs"][cut]), device=device)
+                _, value = agent(final_obs, masks[t, cut])  # values do not need masks
+                rewards[t, cut] += args.gamma * value.detach().cpu().numpy()
+        if args.normalize:
+            envs.merge_statistics()
+
+        # 2. advantages
+        batch = dict(obs=obs, actions=actions, masks=masks, logprobs=logprobs, values=values)
+        with torch.no_grad():
+            _, next_value = agent(torch.as_tensor(next_obs, device=device), masks[-1])
+        advantages = compute_gae(
+            rewards, values.cpu().numpy(), dones, next_value.cpu().numpy(), args.gamma, args.gae_lambda
+        )
+        batch["advantages"] = torch.as_tensor(advantages, device=device)
+        batch["returns"] = batch["advantages"] + batch["values"]
+        batch = {name: x.flatten(0, 1) for name, x in batch.items()}  # (T, N, ...) -> (B, ...)
+
+        # 3. update
+        clipfracs = []
+        for _ in range(args.update_epochs):
+            shuffled = torch.randperm(T * N, device=device)  # detail 6: shuffled minibatches
+            for indices in shuffled.chunk(args.num_minibatches):
+                losses = update({name: x[indices] for name, x in batch.items()}, clip)
+                clipfracs.append(losses["clipfrac"])
+            if args.target_kl is not None:  # auxiliary detail 3: early stopping
+                if over_processes("SUM", losses["approx_kl"]) / WORLD_SIZE > args.target_kl:
+                    break
+
+        # 4. log
+        losses["clipfrac"] = torch.stack(clipfracs).mean()
+        explained = 1 - batch["advantages"].var() / batch["returns"].var()
+        scalars = {"losses/explained_variance": explained, "charts/learning_rate": lr}
+        run.log(losses, scalars, observations=obs, rewards=rewards, values=values)
+    envs.close()
+    return run.folder
+
+
+# === Evaluation ==============================================================================
+
+
+@torch.no_grad()
+def evaluate(args: Args) -> list[float]:
+    """Returns of full episodes of a run's agent, which samples its actions as in training."""
+    seed_all(args.seed)
+    envs = make_env(args, 1, Path(args.evaluate) / "videos" if args.capture_video else None)
+    agent, returns = Agent(envs).to(args.device), []
+    load_checkpoint(args.evaluate, dict(agent=agent))
+    heartbeat("evaluation")
+    obs, info = envs.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # no seed of training
+    while len(returns) < args.eval_episodes:
+        heartbeat("evaluation")
+        mask = offered_masks(args, envs, info)
+        action, *_ = agent.act(torch.as_tensor(obs, device=args.device), mask)
+        obs, _, _, _, info = envs.step(action.cpu().numpy())
+        returns += [episode["charts/episodic_return"] for episode in ended_episodes(info)]
+    envs.close()
+    return returns
+
+
+# === From here on nothing is the algorithm's: the run's folder, its processes, the command line ===
+
+import argparse
+import atexit
+import faulthandler
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pickle import UnpicklingError
+from typing import NoReturn
+from zipfile import BadZipFile, ZipFile
+
+import tyro
+from filelock import FileLock
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+SCRIPT = Path(__file__).stem
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # rank on this machine; each has a GPU
+HEARTBEATS: dict[str, float] = {}  # when each loop last went on
+
+
+class Run:
+    """The folder of a run: the state of its parts, its logs, and what was counted so far.
+
+    parts: objects whose state_dict() a checkpoint holds. numbers: what it holds beside them.
+    shown: tag of the returns in the progress bar. log_every: iterations between logs of all but episodes.
     """
 
-    watcher = None
+    stop_signal = 0  # a signal that asks for the end of the process after its iteration
 
-    def __enter__(self):
-        self.stop = threading.Event()
+    def __init__(
+        self, args: Args, numbers: dict | None = None, shown="charts/episodic_return", log_every=1, **parts
+    ):
+        name = f"{args.env_id[:99]}__{SCRIPT}__{args.seed}__{time.time_ns()}"  # 255 bytes at most
+        name = name.replace("/", "-").replace(":", "-").replace(",", "+")  # W&B refuses these three
+        self.args, self.parts, self.shown, self.log_every = args, parts, shown, log_every
+        self.folder = Path(args.resume or f"runs/{name}")
+        self.numbers = dict(iteration=0, last_returns=[]) | (numbers or {})
+        if RANK == 0:
+            self.lock = lock(self.folder)
+        if args.resume:
+            state = load_checkpoint(args.resume, parts, self.numbers)
+            self.numbers = {name: state[name] for name in self.numbers}
+            if over_processes("MAX", self.numbers["iteration"]) != self.numbers["iteration"]:
+                fail(f"{args.resume}: the processes of torchrun read different checkpoints")
+        self.step = self.numbers["iteration"] * args.batch_size
+        self.seed = args.seed + self.step + RANK * args.num_envs // WORLD_SIZE  # of the next episodes
+        self.episodes, self.timed_from = [], None
+        if RANK == 0:
+            self.writer = start_logging(args, self.folder, self.step)
+            style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
+            total = args.num_iterations * args.batch_size
+            self.bar = tqdm(total=total, initial=self.step, unit="step", unit_scale=True, **style)
+        over_processes("MAX", 0)  # all wait while Weights & Biases asks the first for a login
+        heartbeat("iteration")
 
-    def __exit__(self, *_):
-        self.stop.set()
-        if self.watcher:
-            self.watcher.join()
-            self.watcher = None
+    def iterations(self) -> Iterator[int]:
+        """Counts the iterations that are left. Saves after some of them, the last one, and a signal's."""
+        saved, end = self.numbers["iteration"], self.args.num_iterations
+        for done in range(saved + 1, end + 1):
+            heartbeat("iteration")
+            # Each has a seed of its own, so no random state is saved. Python salts no hash of integers.
+            seed_all(hash((self.args.seed, done - 1, RANK)))
+            self.is_logged = done % self.log_every == 0 or done == end
+            yield done - 1
+            signum = int(over_processes("MAX", Run.stop_signal))
+            if signum or done % self.args.save_every == 0 or done == end:
+                self.numbers["iteration"] = done
+                if RANK == 0:
+                    self.writer.flush()
+                    save_checkpoint(self.folder, self.args, self.parts, self.numbers)
+            if signum:
+                sys.exit(128 + signum)
 
-    def set(self, seconds: int):
-        self.deadline = time.monotonic() + seconds
-        if seconds and not self.watcher:
-            self.watcher = threading.Thread(target=self.watch, args=[seconds], daemon=True)
-            self.watcher.start()
+    def count_steps(self, n: int, info: dict):
+        """Counts n environment steps, and notes the episodes that ended in them."""
+        self.step += n
+        self.episodes += [(self.step, episode) for episode in ended_episodes(info)]
 
-    def watch(self, seconds: int):
-        message, stopped = f"--stall-seconds {seconds}: nothing ended within that time\n", False
-        while not stopped:
-            # may crash beside threads that run, so it is only for C code that keeps Python's lock
-            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
-            stopped = self.stop.wait(0.5)
-            if not stopped and time.monotonic() > self.deadline:
-                try:
-                    os.write(2, message.encode())
-                    faulthandler.dump_traceback(file=2)
-                finally:
-                    os._exit(1)
-        faulthandler.cancel_dump_traceback_later()
+    def log(self, losses: dict[str, Tensor], scalars: dict[str, float], status: str = "", **data):
+        """Logs an iteration. A loss that is not finite ends the run, which names such data, too.
+
+        data: arrays of observations, rewards and values.
+        """
+        losses = {f"losses/{name}": float(x) for name, x in losses.items()}
+        self.check_finite(losses, data)
+        returns = [episode[self.shown] for _, episode in self.episodes if self.shown in episode]
+        self.numbers["last_returns"] = (self.numbers["last_returns"] + returns)[-100:]
+        if RANK == 0:
+            numbers = [(self.step, losses | scalars | self.speed())] if self.is_logged else []
+            for step, logged in self.episodes + numbers:
+                for name, x in logged.items():
+                    if np.isfinite(float(x)):
+                        self.writer.add_scalar(name, float(x), step)
+            mean = np.mean(self.numbers["last_returns"] or np.nan)
+            self.bar.set_postfix_str(f"return {mean:.1f}{status}", refresh=False)
+            self.bar.update(self.step - self.bar.n)
+        self.timed_from = self.timed_from or (self.step, time.monotonic())
+        self.episodes = []
+
+    def speed(self) -> dict[str, float]:
+        """Steps per second since the end of the first iteration, which may have compiled."""
+        if self.timed_from is None:
+            return {}
+        first_step, start = self.timed_from
+        return {"charts/SPS": (self.step - first_step) / (time.monotonic() - start)}
+
+    def check_finite(self, scalars: dict[str, float], data: dict | None = None):
+        """Ends the run in all processes where a number is not finite in one."""
+        bad = {name: x for name, x in scalars.items() if not np.isfinite(x)}
+        if over_processes("MAX", len(bad)):
+            causes = [name for name, x in (data or {}).items() if not torch.as_tensor(x).isfinite().all()]
+            message = f"step {self.step}: not finite: {bad or 'a number of another process'}"
+            message += f", and {', '.join(causes)}" if causes else ""
+            saved = self.numbers["iteration"]
+            good = f"{self.folder}/checkpoint.pt, of iteration {saved}" if saved else "none"
+            sys.exit(f"{message}; last good checkpoint: {good}" if RANK == 0 else 1)
 
 
-stall_timer = StallTimer()
+def ended_episodes(info: dict) -> list[dict[str, float]]:
+    """Return, length and the numbers of its last info, of each episode that ended in a step."""
+    if "final_info" not in info:
+        return []
+    final, episodes = info["final_info"], []
+    names = [name for name in final if f"_{name}" in final]  # _name marks the environments that have it
+    names = [name for name in names if np.ndim(final[name]) == 1 and final[name].dtype.kind in "biuf"]
+    for n in final["_episode"].nonzero()[0]:
+        scalars = {f"charts/{name}": float(final[name][n]) for name in names if final[f"_{name}"][n]}
+        scalars["charts/episodic_return"] = float(final["episode"]["r"][n])
+        scalars["charts/episodic_length"] = float(final["episode"]["l"][n])
+        episodes.append(scalars)
+    return episodes
 
 
-@stall_timer
-@torch.no_grad()  # except in update()
-def train(args: Args, stop: Sequence[int] = ()) -> Path:
-    """Trains; returns the run folder. With a signal's number in stop, saves and exits after an iteration."""
+def start_process(args: Args):
+    """Joins the other processes of torchrun, takes its GPU, and seeds all that is random before training."""
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
@@ -458,148 +593,14 @@ def train(args: Args, stop: Sequence[int] = ()) -> Path:
 
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
         atexit.register(torch.distributed.destroy_process_group)
-    torch.manual_seed(args.seed)
-    torch.set_num_threads(1)  # the networks are small: a second thread only costs
+    seed_all(args.seed)
     torch.set_flush_denormal(True)  # denormal numbers are slow, and Adam's moments of dead units become such
-    T, N = args.num_steps, args.num_envs // WORLD_SIZE
-    envs = make_env(args, N)
-    agent = Agent(envs).to(args.device)
-    flat = flatten(list(agent.parameters()))
-    lr = torch.tensor(args.learning_rate, device=args.device)  # a tensor, or annealing would recompile
-    clip = torch.tensor(args.clip_coef, device=args.device)  # for the same reason
-    # detail 3: Adam's epsilon. Capturable, as a CUDA graph may hold its step.
-    optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True, capturable=True)
-
-    run_name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.time_ns()}".replace("/", "-").replace(":", "-")
-    run_dir = Path(args.resume or f"runs/{run_name}")
-    parts = dict(agent=agent, optimizer=optimizer)  # a checkpoint holds the state of each
-    saved, last_returns = 0, []  # iterations in the last checkpoint, last 100 returns of this process
-    if RANK == 0:
-        run_lock = lock(run_dir)  # noqa: F841  train() holds it until it returns
-    if args.resume:
-        checkpoint = load_checkpoint(args.resume, parts, ("iteration", "last_returns"))
-        saved, last_returns = checkpoint["iteration"], checkpoint["last_returns"]
-        if over_processes("MAX", saved) != saved:
-            fail(f"{args.resume}: the processes of torchrun read different checkpoints")
-        optimizer.param_groups[0]["lr"] = lr  # not the checkpoint's
-    first_iteration, first_step, start = saved, saved * args.batch_size, time.time()
-    if RANK == 0:
-        writer, bar = start_logging(args, run_dir, first_step)
-    over_processes("MAX", 0)  # all wait while Weights & Biases asks the first for a login
-    stall_timer.set(args.stall_seconds)
-
-    act = agent.act
-
-    @torch.enable_grad()
-    def update(batch: dict[str, Tensor], clip: Tensor) -> dict[str, Tensor]:
-        loss, info = ppo_loss(agent, batch, clip, args)
-        loss.backward()
-        if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients, averaged over the processes of torchrun
-            torch.distributed.all_reduce(flat.grad.div_(WORLD_SIZE))
-        norm = flat.grad.norm()  # detail 11: clipping of the global gradient norm
-        flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
-        optimizer.step()
-        flat.grad.zero_()
-        return info
-
-    if args.compile:
-        act, update = torch.compile(act), torch.compile(update)
-    if args.compile and args.device == "cuda" and WORLD_SIZE == 1:  # NCCL in a CUDA graph is untried
-        from tensordict.nn import CudaGraphModule
-
-        act, update = CudaGraphModule(act, warmup=4), CudaGraphModule(update, warmup=4)
-
-    nvec = envs.single_action_space.nvec
-    obs = torch.zeros((T, *envs.observation_space.shape), device=args.device)
-    actions = torch.zeros((T, N, len(nvec)), dtype=torch.int64, device=args.device)
-    masks = torch.ones((T, N, nvec.sum()), dtype=torch.bool, device=args.device)
-    logprobs, values = torch.zeros((2, T, N), device=args.device)
-    rewards, dones = np.zeros((2, T, N), np.float32)
-    next_obs, info = envs.reset(seed=args.seed + first_step + RANK * N)  # resumed runs begin new episodes
-    for iteration in range(first_iteration, args.num_iterations):
-        stall_timer.set(args.stall_seconds)
-        # Each iteration has a seed of its own, so no random state is saved. Python salts no hash of integers.
-        torch.manual_seed(hash((args.seed, iteration, RANK)))
-        frac = 1 - iteration / args.num_iterations
-        lr.fill_(args.learning_rate * (frac if args.anneal_lr else 1))  # detail 4: learning rate annealing
-        clip.fill_(args.clip_coef * (frac if args.anneal_clip else 1))  # auxiliary detail 1: clip annealing
-        step, episodes, clipfracs = iteration * args.batch_size, [], []
-
-        # 1. rollout
-        # differs from ppo.py: masks, and networks too large for acting in NumPy
-        for t in range(T):
-            obs[t] = torch.as_tensor(next_obs)
-            actions[t], masks[t], logprobs[t], values[t] = act(obs[t], offered_masks(args, envs, info))
-            next_obs, rewards[t], terminated, truncated, info = envs.step(actions[t].cpu().numpy())
-            dones[t] = terminated | truncated
-            step += args.num_envs
-            episodes += [(step, scalars) for scalars in ended_episodes(info)]
-            if args.bootstrap_truncated and (cut := truncated & ~terminated).any():  # beyond the blog
-                final_obs = torch.as_tensor(np.stack(info["final_obs"][cut]), device=args.device)
-                rewards[t, cut] += args.gamma * agent(final_obs, masks[t, cut])[1].cpu().numpy()
-        if args.normalize:
-            envs.merge_statistics()
-
-        # 2. advantages
-        # differs from ppo_atari.py: masks, which values do not need
-        batch = dict(obs=obs, actions=actions, masks=masks, logprobs=logprobs, values=values)
-        next_value = agent(torch.as_tensor(next_obs, device=args.device), masks[-1])[1].cpu().numpy()
-        advantages = compute_gae(
-            rewards, values.cpu().numpy(), dones, next_value, args.gamma, args.gae_lambda
-        )
-        batch["advantages"] = torch.as_tensor(advantages, device=args.device)
-        batch["returns"] = batch["advantages"] + batch["values"]
-        batch = {name: x.flatten(0, 1) for name, x in batch.items()}  # (T, N, ...) -> (B, ...)
-
-        # 3. update
-        for _ in range(args.update_epochs):
-            shuffled = torch.randperm(T * N, device=args.device)  # detail 6: shuffled minibatches
-            for indices in shuffled.chunk(args.num_minibatches):
-                losses = update({name: x[indices] for name, x in batch.items()}, clip)
-                clipfracs.append(losses["clipfrac"])
-            if args.target_kl is not None:  # auxiliary detail 3: early stopping
-                if over_processes("SUM", losses["approx_kl"]) / WORLD_SIZE > args.target_kl:
-                    break
-
-        # 4. log and save
-        scalars = {f"losses/{name}": x.item() for name, x in losses.items()}
-        if over_processes("MAX", not np.isfinite(list(scalars.values())).all()):  # in any process
-            good = f"{run_dir}/checkpoint.pt, of iteration {saved}" if saved else "none"
-            message = f"iteration {iteration + 1}: not finite: {scalars}; last good checkpoint: {good}"
-            sys.exit(message if RANK == 0 else 1)
-        scalars["losses/clipfrac"] = torch.stack(clipfracs).mean().item()
-        scalars["losses/explained_variance"] = 1 - (batch["advantages"].var() / batch["returns"].var()).item()
-        scalars["charts/learning_rate"] = lr.item()
-        scalars["charts/SPS"] = (step - first_step) / (time.time() - start)
-        last_returns = (last_returns + [x["charts/episodic_return"] for _, x in episodes])[-100:]
-        signum = int(over_processes("MAX", stop[0] if stop else 0))
-        if RANK == 0:
-            for end, episode in episodes:
-                log(writer, end, episode)
-            log(writer, step, scalars)
-            bar.set_postfix_str(f"return {np.mean(last_returns or np.nan):.1f}", refresh=False)
-            bar.update(step - bar.n)
-            if signum or (iteration + 1) % args.save_every == 0 or iteration + 1 == args.num_iterations:
-                saved = iteration + 1
-                writer.flush()
-                save_checkpoint(run_dir, args, parts, iteration=saved, last_returns=last_returns)
-        if signum:
-            sys.exit(128 + signum)
-    envs.close()
-    return run_dir
 
 
-def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
-    """Makes parameters views of one tensor, and their gradients views of its gradient.
-
-    Adam, clipping and the sum over processes are then one operation each, not one for each parameter.
-    """
-    flat = nn.Parameter(torch.cat([x.data.flatten() for x in parameters]))
-    flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in parameters]
-    for x, part, grad in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
-        part = part.as_strided(x.shape, x.stride()).copy_(x.data)  # channels may be last in memory
-        x.data, x.grad = part, grad.as_strided(x.shape, x.stride())
-    return flat
+def seed_all(seed: int):
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def over_processes(operation: str, x: float | Tensor) -> float:
@@ -610,31 +611,29 @@ def over_processes(operation: str, x: float | Tensor) -> float:
     return x.item()
 
 
-# === Evaluation ==============================================================================
+def flatten(parameters: Iterable[nn.Parameter]) -> nn.Parameter:
+    """Makes parameters views of one tensor, and their gradients views of its gradient.
+
+    Adam, clipping and the sum over processes are then one operation each, not one for each parameter.
+    """
+    parameters = list(parameters)
+    flat = nn.Parameter(torch.cat([x.data.flatten() for x in parameters]))
+    flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in parameters]
+    for x, part, grad in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
+        part = part.as_strided(x.shape, x.stride()).copy_(x.data)  # channels may be last in memory
+        x.data, x.grad = part, grad.as_strided(x.shape, x.stride())
+    return flat
 
 
-@stall_timer
-@torch.no_grad()
-def evaluate(args: Args) -> list[float]:
-    # differs from ppo.py: masks
-    """Returns of full episodes of a run's agent, which samples its actions as in training."""
-    torch.manual_seed(args.seed)
-    envs = make_env(args, 1, Path(args.evaluate) / "videos" if args.capture_video else None)
-    agent, returns = Agent(envs).to(args.device), []
-    load_checkpoint(args.evaluate, dict(agent=agent))
-    stall_timer.set(args.stall_seconds)
-    obs, info = envs.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # no seed of training
-    while len(returns) < args.eval_episodes:
-        stall_timer.set(args.stall_seconds)
-        mask = offered_masks(args, envs, info)
-        action, *_ = agent.act(torch.as_tensor(obs, device=args.device), mask)
-        obs, _, _, _, info = envs.step(action.cpu().numpy())
-        returns += [episode["charts/episodic_return"] for episode in ended_episodes(info)]
-    envs.close()
-    return returns
+def compiled(function: Callable, args: Args) -> Callable:
+    """A function as it is, or with --compile by torch.compile and, on one GPU, in a CUDA graph."""
+    if args.compile:
+        function = torch.compile(function)
+    if args.compile and args.device == "cuda" and WORLD_SIZE == 1:  # NCCL in a CUDA graph is untried
+        from tensordict.nn import CudaGraphModule
 
-
-# === Logs and checkpoints ====================================================================
+        function = CudaGraphModule(function, warmup=4)  # launches all kernels at once
+    return function
 
 
 def lock(run_dir: Path) -> FileLock:
@@ -647,8 +646,8 @@ def lock(run_dir: Path) -> FileLock:
     return run_lock
 
 
-def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[SummaryWriter, tqdm]:
-    """TensorBoard's writer and a progress bar. With --track, Weights & Biases gets what TensorBoard gets."""
+def start_logging(args: Args, run_dir: Path, first_step: int) -> SummaryWriter:
+    """TensorBoard's writer. With --track, Weights & Biases gets what TensorBoard gets."""
     if args.track:
         import wandb
 
@@ -665,19 +664,11 @@ def start_logging(args: Args, run_dir: Path, first_step: int) -> tuple[SummaryWr
     writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
     atexit.register(writer.close)  # writes the last logs after an exception, too
     writer.add_text("args", "\n".join(f"    {name}: {x}" for name, x in asdict(args).items()))
-    style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
-    total = args.num_iterations * args.batch_size
     print(run_dir)
-    return writer, tqdm(total=total, initial=first_step, unit="step", unit_scale=True, **style)
+    return writer
 
 
-def log(writer: SummaryWriter, step: int, scalars: dict[str, float]):
-    for name, x in scalars.items():
-        if np.isfinite(x):
-            writer.add_scalar(name, x, step)
-
-
-def save_checkpoint(run_dir: Path, args: Args, parts: dict, **numbers):
+def save_checkpoint(run_dir: Path, args: Args, parts: dict, numbers: dict):
     """Saves atomically: a kill leaves the old checkpoint or the new one."""
     state = {name: part.state_dict() for name, part in parts.items()} | numbers
     state |= dict(script=SCRIPT, args=asdict(args) | dict(resume=None))
@@ -686,7 +677,7 @@ def save_checkpoint(run_dir: Path, args: Args, parts: dict, **numbers):
     (run_dir / "checkpoint.tmp").replace(run_dir / "checkpoint.pt")
 
 
-def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[str] = ()) -> dict:
+def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Iterable[str] = ()) -> dict:
     """What save_checkpoint() saved, with Args. Parts take on their saved state. Numbers must be there."""
     path = Path(run_dir) / "checkpoint.pt"
     try:
@@ -702,17 +693,94 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Sequence[s
         fail(f"{path} cannot be loaded with these flags and this {SCRIPT}.py: {error!r:.150}")
 
 
-# === Main ====================================================================================
+def heartbeat(name: str):
+    """Says that a loop goes on; see watch_heartbeats()."""
+    HEARTBEATS[name] = time.monotonic()
 
 
-def parse_args() -> Args:
-    """The command line. A run that is resumed or evaluated brings its own arguments as defaults."""
+def watch_heartbeats(seconds: int):
+    """Ends the process, and shows where each thread is, when a loop does not go on for so many seconds."""
+    print(f"--stall-seconds {seconds}: a longer iteration ends the run", file=sys.stderr)
+    while True:
+        # may crash beside threads that run, so it is only for C code that keeps Python's lock
+        faulthandler.dump_traceback_later(seconds + 1, exit=True, file=2)
+        time.sleep(0.5)
+        if any(time.monotonic() - then > seconds for then in HEARTBEATS.copy().values()):
+            try:
+                os.write(2, f"--stall-seconds {seconds}: nothing ended within that time\n".encode())
+                faulthandler.dump_traceback(file=2)
+            finally:
+                os._exit(1)
+
+
+def stop_after_iteration(signum: int, _):
+    """Handles a signal: the first ends the run after its iteration, and a second Ctrl-C at once."""
+    print("stopping after this iteration", file=sys.stderr)
+    Run.stop_signal = signum
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # SIGTERM comes twice where torchrun passes it on, too
+
+
+def check(args: Args):
+    """Raises ValueError for arguments that cannot be, which tyro reports as it reports a wrong flag."""
+    counts = "total_timesteps num_envs num_steps update_epochs num_minibatches save_every eval_episodes"
+    rates = "learning_rate gamma gae_lambda clip_coef ent_coef vf_coef max_grad_norm target_kl"
+    least = dict.fromkeys(counts.split(), 1) | dict.fromkeys(["seed", "stall_seconds", *rates.split()], 0)
+    least["num_bins"] = 2
+    for name, x in asdict(args).items():
+        if x is not None and name in least and not least[name] <= x < np.inf:
+            raise ValueError(f"{name} cannot be {x}")
+    minibatch_size, rest = divmod(args.batch_size // WORLD_SIZE, args.num_minibatches)
+    rules = {
+        "give --resume or --evaluate, not both": not (args.resume and args.evaluate),
+        "--capture-video records the episodes of --evaluate": args.evaluate or not args.capture_video,
+        "max_grad_norm must be above 0": args.max_grad_norm > 0,
+        "stall_seconds must be below 2**22": args.stall_seconds < 2**22,  # 48 days: Windows' limit
+        "seed + steps must be below 2**31": args.seed + args.total_timesteps + args.num_envs < 2**31,
+        "gamma and gae_lambda must be at most 1": max(args.gamma, args.gae_lambda) <= 1,
+        "total_timesteps must be at least num_envs * num_steps": args.num_iterations >= 1,
+        f"the {WORLD_SIZE} processes of torchrun must divide num_envs": args.num_envs % WORLD_SIZE == 0,
+        "num_minibatches must divide num_envs * num_steps / processes": rest == 0,
+        "a minibatch must hold more than one step": minibatch_size != 1,
+    }
+    for rule, is_kept in rules.items():
+        if not is_kept:
+            raise ValueError(rule)
+
+
+def fail_to_make(env_id: str, error: Exception) -> NoReturn:
+    is_atari = env_id.startswith("ALE/") or "NoFrameskip" in env_id
+    fail(f"--env-id {env_id}: {error}{' (for Atari games: ppo_atari.py)' if is_atari else ''}")
+
+
+def check_spaces(args: Args, envs: gym.vector.VectorEnv):
+    """Fails for environments that the agent cannot play."""
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    is_handled = isinstance(action_space, gym.spaces.MultiDiscrete) and action_space.nvec.ndim == 1
+    if not is_handled or action_space.start.any():
+        fail(f"{args.env_id} acts in {action_space}: try ppo.py or ppo_continuous.py")
+    if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
+        fail(f"{args.env_id} observes {obs_space}: this script takes vectors and images")
+    if args.normalize and len(obs_space.shape) == 3:
+        fail(f"{args.env_id} observes images: add --no-normalize")
+
+
+def fail(message: str) -> NoReturn:
+    """Reports a mistake of the user, not a bug, in one line on stderr; exit code 2."""
+    print(f"{SCRIPT}.py: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse_args(fixed: Sequence[str] = ("env_id", "seed", "num_envs", "num_steps")) -> Args:
+    """The command line. A run that is resumed or evaluated brings its own arguments as defaults.
+
+    fixed: what --resume cannot change.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", "--evaluate", dest="run_dir")
     run_dir = parser.parse_known_args()[0].run_dir
     saved = tyro.MISSING_NONPROP if run_dir is None else load_checkpoint(run_dir)["args"]
     args = tyro.cli(Args, default=saved)
-    for name in ("env_id", "seed", "num_envs", "num_steps"):
+    for name in fixed:
         if args.resume and getattr(args, name) != getattr(saved, name):
             fail(f"--resume cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
     if args.device == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
@@ -723,21 +791,22 @@ def parse_args() -> Args:
     return args
 
 
-if __name__ == "__main__":
-    args, stop = parse_args(), []
-    if args.stall_seconds and RANK == 0:
-        print(f"--stall-seconds {args.stall_seconds}: a longer iteration ends the run", file=sys.stderr)
-
-    def finish(signum: int, _):
-        """The first signal ends the run after its iteration, and a second Ctrl-C at once."""
-        print("stopping after this iteration", file=sys.stderr)
-        stop.append(signum)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # SIGTERM comes twice where torchrun passes it on, too
-
+def main():
+    """Trains, or evaluates a run, as the command line says."""
+    args = parse_args()
+    if args.stall_seconds:
+        threading.Thread(target=watch_heartbeats, args=[args.stall_seconds], daemon=True).start()
     if args.evaluate:
         returns = evaluate(args)
         print(f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes")
-    else:
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, finish)
-        train(args, stop)
+        return
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, stop_after_iteration)
+    try:
+        train(args)
+    finally:
+        HEARTBEATS.clear()  # what is still to be written or sent may take its time
+
+
+if __name__ == "__main__":
+    main()

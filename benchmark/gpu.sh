@@ -76,7 +76,7 @@ atari-modes() { # ppo_atari.py; LeanRL's makes 6,809 steps/s on an H100
 
 decoupled() { # charts/SPS of both, with as many actors as there are cores to spare
     for script in impala_vtrace ppo_async; do
-        python "$script.py" --num-envs 128 --num-actors 8 --batch-unrolls 128 --compile --total-timesteps 1000000
+        python "$script.py" --num-envs 128 --num-actors 8 --batch-segments 128 --compile --total-timesteps 1000000
     done
 }
 

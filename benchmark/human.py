@@ -2,10 +2,10 @@
 
     python benchmark/human.py runs/NAME [runs/NAME ...]
 
-It takes the mean of a run's last 100 episodes, or the tasks/ of a run of several games. Of several runs of a
-game it takes the mean. It prints the median over the games, and the mean of what is capped at 100 %. Scores
-of random and human play are those of table C.1 of Espeholt et al. 2018 (https://arxiv.org/abs/1802.01561), in
-published/atari_random_human.csv.
+It takes the mean of a run's last 100 episodes, and in a run of several games that of each game (tasks/). Of
+several runs of a game it takes the mean. It prints the median over the games, and the mean of what is capped
+at 100 %. Scores of random and human play are those of table C.1 of Espeholt et al. 2018
+(https://arxiv.org/abs/1802.01561), in published/atari_random_human.csv.
 """
 
 import csv
@@ -52,15 +52,14 @@ def last_returns(run: Path) -> dict[str, float]:
     if not run.is_dir():
         fail(f"{run}: there is no such folder")
     events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
-    tasks = [tag for tag in events.Tags()["scalars"] if tag.startswith("tasks/")]
-    if tasks:
-        return {tag.removeprefix("tasks/"): events.Scalars(tag)[-1].value for tag in tasks}
-    if "charts/episodic_return" not in events.Tags()["scalars"]:
+    tags = events.Tags()["scalars"]
+    tasks = {tag.removeprefix("tasks/"): tag for tag in tags if tag.startswith("tasks/")}
+    if not tasks and "charts/episodic_return" not in tags:
         fail(f"{run} has no episodes")
     env_id = run.resolve().name.split("__")[0].replace("ALE-", "ALE/")
-    return {
-        env_id: float(np.mean([event.value for event in events.Scalars("charts/episodic_return")[-100:]]))
-    }
+    tasks = tasks or {env_id: "charts/episodic_return"}
+    returns = {env_id: [event.value for event in events.Scalars(tag)] for env_id, tag in tasks.items()}
+    return {env_id: float(np.mean(x[-100:])) for env_id, x in returns.items()}
 
 
 def main():

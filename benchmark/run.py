@@ -84,7 +84,7 @@ class Mistake(Exception):
 
 def fingerprint(row: Row) -> str:
     """Of each file that makes the row's results: the first digits of `git hash-object FILE`."""
-    files = [f"{row.script}.py"]
+    files = list(dict.fromkeys([f"{row.script}.py", row.file]))
     if ":" in row.env_id:
         files.append(row.env_id.split(":")[0].replace(".", "/") + ".py")
     blobs = []
@@ -145,7 +145,7 @@ class Run:
         options = row.options(args.flags) | {"total-timesteps": str(self.schedule)}
         flags = [word for name, x in options.items() for word in (f"--{name}", *x.split())]
         self.flags = ["--env-id", row.env_id, "--seed", str(seed), *flags, *PATIENCE]
-        command = " ".join(["python", f"{row.script}.py", *self.flags])
+        command = " ".join(["python", row.file, *self.flags])
         self.identity = dict(command=command, fingerprint=fingerprint(row))
 
     def run_dir(self) -> Path | None:
@@ -242,7 +242,7 @@ class Run:
         environment = os.environ | dict(OMP_NUM_THREADS=str(self.threads), PYTHONPATH=str(ROOT))
         with open(self.log, "a") as log:
             process = subprocess.Popen(
-                [sys.executable, str(ROOT / f"{self.row.script}.py"), *self.flags, *resume],
+                [sys.executable, str(ROOT / self.row.file), *self.flags, *resume],
                 cwd=self.folder,
                 stdout=log,
                 stderr=log,

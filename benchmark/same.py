@@ -3,14 +3,16 @@
     python benchmark/same.py 3d9e99a ppo --total-timesteps 20000     # a commit, a script and its flags
     python benchmark/same.py recorded --total-timesteps 20000        # builds and scripts of the results
 
-Both versions run with the same flags in temporary folders, and all that they log is compared, except rates
-and times. `recorded` takes one run of each suite, script, task and commit that runs.csv names, with the flags
-of its command; actors act in turn there (--sync). Rows of Gym-microRTS are left out where that is not
-installed. Exit code 0 if all agree, 1 if not.
+Both versions run with the same flags in temporary folders, and all that both log is compared, except rates
+and times. Flags that were renamed are given to each version as it calls them. `recorded` takes one run of
+each suite, script, task and commit that runs.csv names, with the flags of its command; actors act in turn
+there (--sync). Rows of Gym-microRTS are left out where that is not installed. Exit code 0 if all agree, 1 if
+not.
 """
 
 import csv
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmark.cli import fail  # noqa: E402
+from benchmark.suites import RENAMED  # noqa: E402
 
 OF_TIME = ("SPS", "wait", "queue_fill", "seconds")  # parts of the names of what depends on the speed
 
@@ -34,12 +37,23 @@ def source_of(build: str, script: str) -> str:
     return shown.stdout
 
 
+def flags_of(source: str, script: str, flags: list[str]) -> list[str]:
+    """Flags as this version of a script calls them."""
+    names = {}
+    for now, then in RENAMED.get(script, {}).items():
+        has_now = re.search(rf"^    {now.replace('-', '_')}: ", source, re.MULTILINE)
+        names |= {f"--{then}": f"--{now}"} if has_now else {f"--{now}": f"--{then}"}
+    return [names.get(flag, flag) for flag in flags]
+
+
 def logged(source: str, script: str, flags: list[str]) -> dict[str, list[tuple[int, str]]]:
     """Steps and values of all that a run of a script logs, by name. NaN is equal to itself here."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"{script}.py")
         path.write_text(source)
-        command = [sys.executable, path, "--device", "cpu", *flags]
+        if "--artificial-delay" in flags and "artificial_delay" not in source:
+            path = ROOT / "benchmark/studies/staleness.py"  # which has that flag now
+        command = [sys.executable, path, "--device", "cpu", *flags_of(source, script, flags)]
         environment = os.environ | dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         if done.returncode:
@@ -54,8 +68,10 @@ def agrees(build: str, script: str, flags: list[str]) -> bool:
     """Compares a script with itself in a commit, and prints what came out."""
     before = logged(source_of(build, script), script, flags)
     now = logged((ROOT / f"{script}.py").read_text(), script, flags)
-    different = sorted(tag for tag in before if before[tag] != now.get(tag))  # new tags are no difference
+    different = sorted(tag for tag in before if tag in now and before[tag] != now[tag])
     verdict = f"differs in {', '.join(different)}" if different else "the same"
+    gone = sorted(before.keys() - now.keys())  # new tags are no difference, nor are those that went
+    verdict += f", without {', '.join(gone)}" if gone else ""
     values = sum(map(len, now.values()))
     print(f"{build} {script}.py {' '.join(flags)}: {values} values, {verdict}", flush=True)
     return not different

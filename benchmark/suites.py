@@ -11,6 +11,11 @@ from pathlib import Path
 from statistics import fmean, pstdev
 
 PUBLISHED = Path(__file__).with_name("published")
+# flags that had other names when the first results were made, by script; files of results keep those
+RENAMED = {
+    "impala_vtrace": {"batch-segments": "batch-unrolls", "replay-segments": "replay-unrolls"},
+    "ppo_async": {"batch-segments": "batch-unrolls", "num-steps": "segment-length"},
+}
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,12 @@ class Row:
     def task(self) -> str:
         return self.env_id.split(":")[-1]
 
+    @property
+    def file(self) -> str:
+        """What is run: the script, or the study that gives it a flag."""
+        is_delayed = "artificial-delay" in self.options()
+        return "benchmark/studies/staleness.py" if is_delayed else f"{self.script}.py"
+
     def options(self, more: str = "") -> dict[str, str]:
         """Flags by name; of one that is given twice, the last counts."""
         found = {}
@@ -53,8 +64,10 @@ class Row:
         return found
 
     def name(self, more: str = "") -> str:
-        """Of its results, without the seed: task, script and every flag."""
-        flags = (f"{name}={x}" if x else name for name, x in self.options(more).items())
+        """Name of its results, without the seed: task, script and every flag."""
+        first = RENAMED.get(self.script, {})
+        options = self.options(more).items()
+        flags = (f"{first.get(name, name)}={x}" if x else name for name, x in options)
         return "__".join((self.task, self.script, *flags)).replace("/", "-").replace(" ", "+")
 
 
@@ -112,14 +125,14 @@ MICRORTS = "--no-normalize --num-envs 8 --num-steps 128 --num-minibatches 4 --up
 MICRORTS += " --learning-rate 2.5e-4 --clip-coef 0.1 --ent-coef 0.01"
 
 # IMPALA's defaults are those of Atari: vectors want smaller batches and larger steps
-IMPALA = "--num-envs 8 --batch-unrolls 8 --learning-rate 5e-3 --vf-coef 0.05 --ent-coef 0.001"
+IMPALA = "--num-envs 8 --batch-segments 8 --learning-rate 5e-3 --vf-coef 0.05 --ent-coef 0.001"
 IMPALA += " --bootstrap-truncated --device cpu"
-REPLAY = f"{IMPALA} --batch-unrolls 16 --replay-fraction 0.5"
+REPLAY = f"{IMPALA} --batch-segments 16 --replay-fraction 0.5"
 
 # an update every 80 steps instead of 640: what a run of 3M steps needs, not one of 200M
-SMALL_BATCHES = "--num-envs 8 --num-steps 10 --batch-unrolls 8"
+SMALL_BATCHES = "--num-envs 8 --num-steps 10 --batch-segments 8"
 
-ASYNC = "--num-envs 8 --segment-length 32 --batch-unrolls 8 --learning-rate 1e-3 --clip-coef 0.2 --device cpu"
+ASYNC = "--num-envs 8 --num-steps 32 --batch-segments 8 --learning-rate 1e-3 --clip-coef 0.2 --device cpu"
 
 R2D2 = "--num-policies 1 --beta 0"
 PONG = "--amp --burn-in 5 --unroll 20 --period 20 --auxiliary-steps 5 --batch-sequences 8 --target-every 100"
@@ -227,7 +240,7 @@ SUITES = {
             "PongNoFrameskip-v4",
             10_000_000,
             (curve("the blog", "ppo_atari.py(blog)", "PongNoFrameskip-v4"),),
-            "--num-envs 8 --segment-length 128 --batch-unrolls 8 --sample-reuse 4 --amp",
+            "--num-envs 8 --num-steps 128 --batch-segments 8 --sample-reuse 4 --amp",
             seeds=1,
             stop_at=1_000_000,
             threads=2,

@@ -51,7 +51,7 @@ test_lockstep.py::test_lockstep[ppo_atari test_lockstep.py::test_lockstep[ppo_ls
 test_ngu.py::test_a_full_replay test_ngu.py::test_images test_processes.py::test_auxiliary
 test_processes.py::test_both test_processes.py::test_env test_processes.py::test_first
 test_processes.py::test_impala test_processes.py::test_never test_processes.py::test_no_process
-test_processes.py::test_normal test_processes.py::test_optimizers test_processes.py::test_processes_draw
+test_processes.py::test_normal test_processes.py::test_learners test_processes.py::test_processes_draw
 test_processes.py::test_processes_log test_processes.py::test_stat test_processes.py::test_threads
 test_processes.py::test_torchrun test_processes.py::test_two test_readme.py::test_commands
 test_reference_decoupled.py test_reference_ngu.py test_report.py test_research.py test_speed.py test_tune.py

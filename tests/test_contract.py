@@ -1007,7 +1007,7 @@ def test_an_observation_is_not_overwritten_by_the_next_step(name, env_id):
         kept += [(x, np.array(x)) for x in info.get("final_obs", ()) if x is not None]
     for seen, copy in kept:
         np.testing.assert_array_equal(seen, copy)
-    assert len({copy.tobytes() for _, copy in kept}) > 5
+    assert len({copy.tobytes() for _, copy in kept}) > 1
     envs.close()
 
 
@@ -1045,8 +1045,4 @@ def test_the_mean_return_is_that_of_the_last_hundred_episodes(name, monkeypatch)
     run_dir = script.train(aligned_args(script, monkeypatch))
     kept = script.load_checkpoint(run_dir)["last_returns"]
     logged = [x for _, x in scalars(run_dir, "charts/episodic_return")]
-    assert len(logged) == 256
-    if script is impala_vtrace:  # which has those of each task, actor by actor
-        assert len(kept["Aligned-v0"]) == 100
-    else:
-        assert kept == pytest.approx(logged[-100:])
+    assert len(logged) == 256 and kept == pytest.approx(logged[-100:])

@@ -438,7 +438,7 @@ def minibatch_of_one_step(script):
 # === Environments ============================================================================
 
 UNHARMED = 0, r"(?s)\A(?!.*Warning)"
-NOT_FINITE = r"(?m)^step \d+: not finite: \{.*\}%s; last good checkpoint: \S+, of iteration [1-5]$"
+NOT_FINITE = r"(?m)^step \d+: not finite: %s\{.*\}(, and .+)?; last good checkpoint: \S+, of iteration [1-5]$"
 STALLS = 1, r'(?s)--stall-seconds 2: nothing .*probes.py", line \d+ in '
 LOCKED = 1, r'(?s)--stall-seconds 2: .*Timeout \(0:00:03\)!.*probes.py", line \d+ in '
 ENDS = {  # exit code and words
@@ -446,9 +446,9 @@ ENDS = {  # exit code and words
     "hangs": STALLS,
     "hangs-in-reset": STALLS,
     "hangs-with-lock": LOCKED,
-    "nan-observations": (1, NOT_FINITE % ", and .*observations.*"),
-    "nan-rewards": (1, NOT_FINITE % ", and .*rewards.*"),
-    "huge-rewards": (1, NOT_FINITE % "(, and .*)?"),
+    "nan-observations": (1, NOT_FINITE % "(?=.*observations|.*novelty)"),
+    "nan-rewards": (1, NOT_FINITE % "(?=.*reward)"),
+    "huge-rewards": (1, NOT_FINITE % ""),
     "wrong-shape": (1, "(?s)Traceback.*ValueError: .*shape"),
     "ends-at-every-step": UNHARMED,
     "never-ends": UNHARMED,

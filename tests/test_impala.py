@@ -12,11 +12,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import scalars
+from conftest import scalars, steps_of
 
 import impala_vtrace
 from benchmark import human
-from impala_vtrace import Actor, Agent, Args, Group, Replay, impala_loss, vtrace
+from impala_vtrace import Agent, Args, Exchange, Group, Replay, impala_loss, make_env, vtrace
 
 ROOT = Path(__file__).parent.parent
 INF = float("inf")
@@ -27,7 +27,7 @@ def actors_alive():
 
 
 def small(**flags):
-    """Two groups of two environments; an update is one unroll of each."""
+    """Two groups of two environments; an update is one segment of each."""
     flags = dict(env_id="Count-v0", num_envs=4, num_steps=8, batch_segments=4, log_every=1) | flags
     return Args(**dict(total_timesteps=32 * 10, sync=True, device="cpu") | flags)
 
@@ -140,22 +140,33 @@ class Walk(gym.Env):
 gym.register("Walk-v0", Walk)
 
 
+def new_group(env_id, args, size=2):
+    return Group(env_id, make_env(env_id, args, size))
+
+
 def collected(args, count=4):
-    """Unrolls of the first group of an actor with a random agent, and the agent."""
+    """Segments of the first group of an actor with a random agent, and the agent."""
     torch.manual_seed(1)
-    actor = Actor(args.env_ids[0], args)
-    agent = Agent(actor.groups[0].envs, args)
-    actor.reset(agent, seed=1)
-    return [actor.unroll(agent, version)[0] for version in range(count)], agent
+    groups, exchange = [new_group(args.env_id, args, args.group_size) for _ in range(2)], Exchange()
+    agent = Agent(groups[0].envs, args)
+    for k, group in enumerate(groups):
+        group.reset(seed=1 + k * args.group_size)
+        group.state = agent.initial_state(args.group_size)
+    for version in range(count):
+        impala_vtrace.publish(agent, version, exchange, args)
+        impala_vtrace.play(groups, exchange, args)
+    both = [exchange.queue.get() for _ in range(2 * count)]
+    assert [segments.version for segments in both[::2]] == list(range(count))
+    return both[::2], agent
 
 
-def tensors(unrolls):
+def tensors(segments):
     """As the learner has them, with nothing beyond time limits."""
-    data = {name: torch.from_numpy(x.copy()) for name, x in unrolls.data.items() if name != "final_obs"}
+    data = {name: torch.from_numpy(x.copy()) for name, x in segments.data.items() if name != "final_obs"}
     return data | dict(bootstraps=torch.zeros_like(data["last_rewards"]))
 
 
-def test_unrolls_pair_every_action_with_its_reward_and_end():
+def test_segments_pair_every_action_with_its_reward_and_end():
     found, _ = collected(small(env_id="Walk-v0", num_steps=7))
     for before, after in zip(found, found[1:], strict=False):
         for name in ("obs", "last_actions", "last_rewards", "starts"):  # the last row is the next one's first
@@ -181,8 +192,8 @@ def test_unrolls_pair_every_action_with_its_reward_and_end():
 def test_learner_recomputes_what_the_actor_did(lstm):
     """The same parameters: ratio 1 for every step, with the LSTM's state reset where episodes begin."""
     found, agent = collected(small(env_id="Walk-v0", num_steps=7, lstm=lstm))
-    for unrolls in found:
-        data = tensors(unrolls)
+    for segments in found:
+        data = tensors(segments)
         with torch.no_grad():
             dist, values, state = agent(data, data["state"])
         logprobs = dist.log_prob(data["last_actions"].roll(-1, 0))[:-1]
@@ -223,8 +234,8 @@ def test_time_limit_is_valued_by_the_learner_on_demand(lstm):
     """Cut-v0 is cut after 4 steps, and its last observation has a 100, which today's agent values."""
     args = small(env_id="Cut-v0", bootstrap_truncated=True, lstm=lstm, num_steps=10)
     found, _ = collected(args)
-    for unrolls in found[:2]:  # cut at rows 4 and 8; at 2, 6 and 10
-        final_obs, data = unrolls.data["final_obs"], tensors(unrolls)
+    for segments in found[:2]:  # cut at rows 4 and 8; at 2, 6 and 10
+        final_obs, data = segments.data["final_obs"], tensors(segments)
         rows = [t for t in range(11) if final_obs[t, 1] is not None]
         assert rows in ([4, 8], [2, 6, 10]) and all(final_obs[t, 1][0] == 100 for t in rows)
         today = Agent(impala_vtrace.make_env("Cut-v0", args, 1), args)  # another one than acted
@@ -239,8 +250,8 @@ def test_time_limit_is_valued_by_the_learner_on_demand(lstm):
                 _, _, state = today(row | dict(obs=data["obs"][t : t + 1]), state)
         torch.testing.assert_close(ours, expected)
         assert ours.abs()[rows].min() > 0
-    (unrolls,), _ = collected(small(env_id="Cut-v0", lstm=lstm), count=1)
-    assert all(obs is None for obs in unrolls.data["final_obs"].flat)
+    (segments,), _ = collected(small(env_id="Cut-v0", lstm=lstm), count=1)
+    assert all(obs is None for obs in segments.data["final_obs"].flat)
 
 
 def test_replayed_time_limits_do_not_age(monkeypatch):
@@ -266,7 +277,7 @@ def test_replayed_time_limits_do_not_age(monkeypatch):
 
 
 def test_atari_group_ends_episodes_with_lives_and_keeps_the_raw_score():
-    group = Group("BreakoutNoFrameskip-v4", small(), 2)
+    group = new_group("BreakoutNoFrameskip-v4", small())
     group.reset(seed=3)
     rng, scores, starts, episodes = np.random.default_rng(0), np.zeros(2), np.zeros(2), []
     for _ in range(900):
@@ -387,13 +398,6 @@ def test_corrections_of_the_ablation():
         torch.testing.assert_close(g, on_policy[0], rtol=1e-3, atol=1e-3)
 
 
-def test_rewards_are_clipped_or_raw():
-    raw = torch.tensor([-20.0, -0.5, 0.5, 20.0])
-    expected = dict(clip=[-1, -0.5, 0.5, 1], raw=raw.tolist())
-    for how, values in expected.items():
-        np.testing.assert_allclose(impala_vtrace.transform(raw, how), values, rtol=1e-5)
-
-
 def test_update_is_clipped_rmsprop_with_epsilon_inside_the_root(monkeypatch):
     """Of a gradient of twos: norm clipped to 40, mean of squares ms from 1, lr g / sqrt(ms + eps)."""
     monkeypatch.setattr(  # of which every gradient is 2
@@ -407,7 +411,7 @@ def test_update_is_clipped_rmsprop_with_epsilon_inside_the_root(monkeypatch):
     torch.manual_seed(1)
     impala_vtrace.train(small(total_timesteps=32, anneal_lr=False))
     torch.manual_seed(1)
-    fresh = Agent(Group("Count-v0", small(), 2).envs, small())
+    fresh = Agent(make_env("Count-v0", small(), 2), small())
     ours = torch.cat([p.flatten() for p in agents[0].parameters()])
     before = torch.cat([p.flatten() for p in fresh.parameters()])
     g = 2 * min(1, 40 / (2 * len(ours) ** 0.5 + 1e-6))
@@ -422,7 +426,7 @@ def test_learning_rate_falls_to_zero():
 
 
 def test_networks_of_figure_3():
-    envs = Group("PongNoFrameskip-v4", small(), 1).envs
+    envs = make_env("PongNoFrameskip-v4", small(), 1)
     kinds = {}
     for network in ("shallow", "deep"):
         agent = Agent(envs, small(network=network, lstm=network == "deep"))
@@ -441,7 +445,7 @@ def test_networks_of_figure_3():
 
 def test_replay_is_first_in_first_out_and_uniform():
     replay = Replay(5)
-    for k in range(4):  # unrolls 0 and 1, 2 and 3, ...: 3 to 7 are left
+    for k in range(4):  # segments 0 and 1, 2 and 3, ...: 3 to 7 are left
         ids = np.array([2 * k, 2 * k + 1])
         replay.add(dict(obs=np.zeros((3, 2, 1)) + ids[:, None], state=np.zeros((2, 2, 4)) - ids[:, None]))
         if k == 0:
@@ -460,9 +464,7 @@ def test_replayed_share_of_a_batch(monkeypatch):
     monkeypatch.setattr(impala_vtrace, "impala_loss", lambda *x: (seen.append(x[1]), original(*x))[1])
     run_dir = impala_vtrace.train(small(replay_fraction=0.5, batch_segments=8, replay_segments=16))
     assert all(batch["obs"].shape[:2] == (9, 8) for batch in seen) and len(seen) == 10
-    steps = [step for step, _ in scalars(run_dir, "charts/SPS")]
-    assert steps == list(range(32, 321, 32))  # only new steps count
-    assert {reuse for _, reuse in scalars(run_dir, "charts/sample_reuse")} == {2.0}
+    assert steps_of(run_dir) == list(range(32, 321, 32))  # only new steps count
 
 
 # === Tasks ===
@@ -486,15 +488,15 @@ def test_three_games_in_one_network(monkeypatch):
     assert not set(run_dir.name) & set(":;,#?/'")  # which W&B refuses in a run's id
     for env_id in games.split(","):
         assert scalars(run_dir, f"tasks/{env_id}"), env_id
-    means = {env_id: scalars(run_dir, f"tasks/{env_id}")[-1][1] for env_id in games.split(",")}
+    returns = {env_id: [x for _, x in scalars(run_dir, f"tasks/{env_id}")] for env_id in games.split(",")}
+    means = {env_id: np.mean(x[-100:]) for env_id, x in returns.items()}
     tool = [sys.executable, ROOT / "benchmark/human.py", run_dir]
     printed = subprocess.run(tool, check=True, capture_output=True, text=True, timeout=600).stdout
     percent = list(human.human_normalized(means).values())
     assert f"median {np.median(percent):.1f} %" in printed and printed.count(" %") == 5
     state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
-    assert state["agent"]["actor.weight"].shape[0] == 18 and set(state["last_returns"]) == set(
-        games.split(",")
-    )
+    assert state["agent"]["actor.weight"].shape[0] == 18
+    assert len(state["last_returns"]) == min(100, sum(map(len, returns.values())))
 
 
 def shortened(receive):
@@ -525,7 +527,7 @@ def test_tasks_that_do_not_fit_one_network(capsys):
 
 def test_asynchronous_run_learns_its_steps_and_leaves_no_thread():
     run_dir = impala_vtrace.train(small(env_id="CartPole-v1", sync=False, total_timesteps=32 * 200))
-    assert [step for step, _ in scalars(run_dir, "charts/SPS")] == list(range(32, 32 * 200 + 1, 32))
+    assert steps_of(run_dir) == list(range(32, 32 * 200 + 1, 32))
     lags = [x for _, x in scalars(run_dir, "charts/policy_lag_max")]
     assert max(lags) <= 1
     for share in ("learner_wait", "actor_wait", "queue_fill"):
@@ -546,7 +548,7 @@ def test_slow_learner_stops_the_actors(monkeypatch):
 
 def test_several_actors_and_batches_of_several_blocks():
     run_dir = impala_vtrace.train(small(sync=False, num_envs=12, num_actors=3, batch_segments=10))
-    assert [step for step, _ in scalars(run_dir, "charts/SPS")][:2] == [80, 160]
+    assert steps_of(run_dir)[:2] == [80, 160]
 
 
 @pytest.mark.parametrize("flags", [{}, dict(lstm=True, replay_fraction=0.5, num_envs=2)])
@@ -599,7 +601,7 @@ def test_many_tasks_have_a_folder_and_each_its_videos():
 
 
 def test_states_that_the_lstm_is_given_are_contiguous(monkeypatch):
-    """cuDNN wants that; NumPy and torch.cat keep other layouts where a batch has one new unroll."""
+    """cuDNN wants that; NumPy and torch.cat keep other layouts where a batch has one new segment."""
     found, forward = [], torch.nn.LSTM.forward
 
     def spy(self, x, state):

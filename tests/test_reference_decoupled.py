@@ -1,10 +1,10 @@
 """Whole recorded runs of impala_vtrace.py and ppo_async.py against plain references in float64.
 
-A reference (tests/reference) is given the first weights, what the environments did, and which unrolls of
+A reference (tests/reference) is given the first weights, what the environments did, and which segments of
 which versions each batch had. The latter is seen from outside, as every observation has a name
 (recording.py); where actors and learner take turns, it also follows from the flags. From that the reference
-computes states, targets, losses, weights and logs of the whole run, and nothing that the script computed
-comes in between.
+computes states, targets, losses, weights and logs of the whole run. All that the script computed and that
+comes in between are the weights after an update, with which the reference goes on once they are compared.
 """
 
 import time
@@ -21,15 +21,31 @@ from reference.off_policy_ppo import OffPolicyPPO
 
 import impala_vtrace
 import ppo_async
+from benchmark.studies.staleness import held_back
 
 CLOSE = dict(rtol=1e-3, atol=1e-5)  # the script computes in float32
 
 
-def check_weights(reference, script, before, share):
-    """New weights: the error of each array is at most a share of what the update changed in it."""
-    for name, x in reference.items():
-        error, change = np.linalg.norm(script[name] - x), np.linalg.norm(x - before[name])
-        assert error <= share * change + 1e-6, f"{name}: {error} in {change}"
+def errors_of(reference, script, before):
+    """Of each array of the new weights: the error, as a share of what the update changed in it."""
+    errors = [max(0.0, np.linalg.norm(script[name] - x) - 1e-6) for name, x in reference.items()]
+    changes = [np.linalg.norm(x - before[name]) for name, x in reference.items()]
+    return np.array(errors) / np.maximum(changes, 1e-12)
+
+
+def check_weights(errors, flags):
+    """errors: (updates, arrays). Each update began with the script's weights, so rounding does not grow.
+
+    If the reference goes on with its own, it does: in six updates of the deep network from 1e-7 to all of a
+    change. Within an update it is below 1e-4 of the change, but for close decisions: in a batch, ReLU and
+    pooling of the deep network take half a million, between 0 and x or between pixels. In an update of 20,
+    float32 and float64 differ in one of them, and in one of 100 that moves an array by more than 1e-3 of its
+    change, in 150 runs by 7 % at most. So one update may err, by three times that, and the others not at all.
+    """
+    errors = np.sort(errors, axis=0)
+    is_deep = flags.get("network") == "deep"
+    assert errors[: len(errors) - is_deep].max() <= 1e-3, errors
+    assert errors.max() <= (0.2 if is_deep else 1e-3), errors
 
 
 def check_logs(run_dir, expected):
@@ -65,13 +81,8 @@ def check_noise(samples):
     assert variance > 0.3 and abs(surprise) < 5 * variance**0.5
 
 
-def share_of(run):
-    """What check_weights() allows: images go through more layers, whose ReLUs rounding may switch."""
-    return 2e-2 if run.traces[0].obs[0].ndim > 1 else 1e-3
-
-
 def ended_in(trace, begin, length):
-    """(step of the unroll from 1, return, length) of each episode that ended there."""
+    """(step of the segment from 1, return, length) of each episode that ended there."""
     return [(t - begin + 1, *rest) for t, *rest in episodes(trace) if begin <= t < begin + length]
 
 
@@ -100,8 +111,8 @@ IMPALA = {
     "behind": dict(num_envs=8, num_actors=2, batch_segments=2, rewards="raw", max_grad_norm=3.0),
     "behind in turn": dict(sync=True, num_envs=8, num_actors=2, batch_segments=2, anneal_lr=False),
     "one-step-is": dict(sync=True, correction="one-step-is", batch_segments=2, rho_bar=0.9),
-    "epsilon": dict(sync=True, correction="epsilon", batch_segments=2, rewards="soft-asymmetric"),
-    "none": dict(correction="none", num_envs=8, rmsprop_eps=0.1, rewards="soft-asymmetric"),
+    "epsilon": dict(sync=True, correction="epsilon", batch_segments=2, rewards="raw"),
+    "none": dict(correction="none", num_envs=8, rmsprop_eps=0.1),
     "two tasks": dict(env_id="Wander-v0,Wild-v0", num_envs=8, batch_segments=8, num_steps=22, log_every=4),
     "tasks in turn": dict(env_id="Wander-v0,Wild-v0", num_envs=8, num_actors=2, sync=True, lstm=True),
     "shallow": dict(env_id="WanderImage-v0", lstm=True, learning_rate=1e-3),
@@ -119,7 +130,7 @@ IMPALA = {
 
 
 def new_and_replayed(args, batches):
-    """Of each batch of (environment, first step): the new unrolls, which stand first, and the replayed."""
+    """Of each batch of (environment, first step): the new segments, which stand first, and the replayed."""
     stored, ranks = [], []
     for batch in batches:
         size = max(1, round(args.batch_segments * (1 - args.replay_fraction)))
@@ -132,36 +143,32 @@ def new_and_replayed(args, batches):
         assert abs(np.mean(ranks) - 0.5) < 3 / (12 * len(ranks)) ** 0.5
 
 
-def check_rows(rows, state, reference, unrolls):
-    """What the learner reads: T + 1 rows of each unroll, and the LSTM's state before the first."""
+def check_rows(rows, state, reference, segments):
+    """What the learner reads: T + 1 rows of each segment, and the LSTM's state before the first."""
     names = ("obs", "last_actions", "last_rewards", "starts") if reference.args.lstm else ("obs",)
-    for j, unroll in enumerate(unrolls):
-        steps = range(unroll.begin, unroll.begin + reference.args.num_steps + 1)
-        expected = [reference.row(unroll.trace, t) for t in steps]
+    for j, segment in enumerate(segments):
+        steps = range(segment.begin, segment.begin + reference.args.num_steps + 1)
+        expected = [reference.row(segment.trace, t) for t in steps]
         for k, name in enumerate(names):
             np.testing.assert_array_equal(rows[name][:, j], np.array([row[k] for row in expected]), name)
-        np.testing.assert_allclose(state[:, j], torch.stack(unroll.state), **CLOSE)
+        np.testing.assert_allclose(state[:, j], torch.stack(segment.state), **CLOSE)
 
 
 def impala_logs(args, traces, updates):
-    """What is logged, and the episodes. updates: (new unrolls, versions behind, losses) of each."""
-    logs, ended, lags = {}, [], []
-    returns = {task: [] for task in args.env_id.split(",")}
+    """What is logged, and the episodes. updates: (new segments, versions behind, losses) of each."""
+    logs, ended, lags, tasks = {}, [], [], args.env_id.split(",")
     for k, (new, behind, losses) in enumerate(updates):
         lags += behind
-        arrived = []  # group by group, and in a group as the episodes ended
+        arrived = []
         for j, (n, begin) in enumerate(new):
-            task = list(returns)[n // (2 * args.group_size) % len(returns)]
+            task = tasks[n // (2 * args.group_size) % len(tasks)]
             for t, total, length in ended_in(traces[n], begin, args.num_steps):
                 ended.append((k * args.batch_size + t * len(new), total, length))
-                arrived.append((j // args.group_size, t, j, task, total))
-        for *_, task, total in sorted(arrived):
-            returns[task].append(total)
+                arrived.append((t, j, task, total))
+        for t, _, task, total in sorted(arrived) if len(tasks) > 1 else ():
+            logs.setdefault(f"tasks/{task}", []).append((k * args.batch_size + t * len(new), total))
         if (k + 1) % args.log_every == 0 or k + 1 == len(updates):
             scalars = losses | {"charts/policy_lag": np.mean(lags), "charts/policy_lag_max": max(lags)}
-            scalars |= {"charts/sample_reuse": args.batch_segments / len(new)}
-            if len(returns) > 1:
-                scalars |= {f"tasks/{task}": np.mean(x[-100:]) for task, x in returns.items() if x}
             for tag, x in scalars.items():
                 logs.setdefault(tag, []).append(((k + 1) * args.batch_size, x))
             lags = []
@@ -177,7 +184,7 @@ def test_impala(flags, monkeypatch):
     reference = Impala(args, run.weights[0], run.traces, num_updates)
     num_actors = len(args.env_id.split(",")) * args.num_actors
     in_turn = InTurn(num_actors, args.group_size, T)
-    unrolls, updates = {}, []
+    segments, updates, errors = {}, [], []
     batches = [run.samples(rows["obs"][0]) for rows, _ in run.inputs]
     for k, (new, replayed) in enumerate(new_and_replayed(args, batches)):
         made = [(n, begin, run.acted(n, begin, T)) for n, begin in new]
@@ -187,20 +194,22 @@ def test_impala(flags, monkeypatch):
             assert made == in_turn.collect(num_groups, k)
         elif num_groups % (2 * num_actors) == 0:  # a batch takes all that there is room for
             assert 0 <= min(behind) and max(behind) <= 1
-        unrolls |= {(n, begin): reference.act(n, begin, version) for n, begin, version in made}
-        batch = [unrolls[name] for name in new + replayed]
+        segments |= {(n, begin): reference.act(n, begin, version) for n, begin, version in made}
+        batch = [segments[name] for name in new + replayed]
         check_rows(*run.inputs[k], reference, batch)
         losses, targets = reference.learn(batch)
         _, (vs, _) = run.calls["vtrace"][k]
         np.testing.assert_allclose(vs, np.transpose(targets), rtol=2e-3, atol=2e-4)
-        check_weights(reference.weights[k + 1], run.weights[k + 1], run.weights[k], share_of(run))
+        errors.append(errors_of(reference.weights[k + 1], run.weights[k + 1], run.weights[k]))
+        reference.weights[k + 1] = run.weights[k + 1]
         updates.append((new, behind, losses))
+    check_weights(errors, flags)
     logs, ended = impala_logs(args, run.traces, updates)
     check_logs(run.run_dir, logs)
     check_episodes(run.run_dir, ended, frames=3 if args.env_id == "ShortBreakout-v0" else 0)
     check_seeds(run)
     acts = [
-        (x, a) for u in unrolls.values() for x, a in zip(u.logprobs, u.trace.actions[u.begin :], strict=False)
+        (x, a) for s in segments.values() for x, a in zip(s.logprobs, s.trace.actions[s.begin :], strict=False)
     ]
     check_noise(acts)
 
@@ -222,15 +231,13 @@ OFF_POLICY_PPO = {
     "passes": dict(num_actors=2, num_steps=12, sample_reuse=2.5, bootstrap_truncated=True, max_grad_norm=5.0),
     "passes in turn": dict(sync=True, sample_reuse=3, target_kl=0.02, clip_vloss=False, norm_adv=False),
     "a part": dict(sync=True, num_steps=12, sample_reuse=0.5, anneal_clip=True, bootstrap_truncated=True),
-    "behind": dict(num_envs=8, num_actors=2, batch_segments=2, gae_on_learner=True, bootstrap_truncated=True),
+    "behind": dict(num_envs=8, num_actors=2, batch_segments=2, bootstrap_truncated=True),
     "decoupled": dict(
         num_envs=8, num_actors=2, batch_segments=4, decoupled=True, sample_reuse=2, clip_coef=0.3
     ),
-    "delay": dict(
-        sync=True, num_steps=9, artificial_delay=2, decoupled=True, anneal_lr=False, num_minibatches=3
-    ),
+    "delay": dict(sync=True, num_steps=9, delay=2, decoupled=True, anneal_lr=False, num_minibatches=3),
     "dropped": dict(sync=True, num_envs=8, num_actors=2, batch_segments=6, max_staleness=0, updates=9),
-    "dropped late": dict(sync=True, artificial_delay=1, max_staleness=0, updates=8, anneal_clip=True),
+    "dropped late": dict(sync=True, delay=1, max_staleness=0, updates=8, anneal_clip=True),
     "bounded": dict(num_envs=8, num_actors=2, batch_segments=4, max_staleness=1, updates=10),
     "image": dict(env_id="WanderImage-v0", learning_rate=1e-4, clip_coef=0.2),
     "Atari": dict(
@@ -274,20 +281,21 @@ def check_passes(passes, num_samples, reuse):
 
 @pytest.mark.parametrize("flags", OFF_POLICY_PPO.values(), ids=OFF_POLICY_PPO)
 def test_off_policy_ppo(flags, monkeypatch):
-    args = ppo_args(**flags)
+    delay, args = flags.get("delay", 0), ppo_args(**{name: x for name, x in flags.items() if name != "delay"})
     T, B, num_iterations = args.num_steps, args.batch_segments, args.total_timesteps // args.batch_size
     num_groups, is_atari = B // args.group_size, args.env_id == "ShortBreakout-v0"
+    monkeypatch.setattr(ppo_async, "receive", held_back(ppo_async.receive, delay))
     run = Record(ppo_async, args, monkeypatch, ["ppo_loss"])
     trained = [run.samples(obs) for (obs,) in run.inputs]  # of each gradient step
     dropped = dict(scalars(run.run_dir, "staleness/dropped"))
     reward = np.sign if is_atari else float  # Atari's rewards are clipped
     reference = OffPolicyPPO(args, run.weights[0], run.traces, num_iterations, reward)
     in_turn, held = InTurn(args.num_actors, args.group_size, T), []
-    logs, ended, acts, all_kept = {}, [], [], []
+    logs, ended, acts, all_kept, errors = {}, [], [], [], []
     for k in range(num_iterations):
         begin, end, first = k * args.batch_size, (k + 1) * args.batch_size, len(reference.weights) - 1
         if args.sync:  # who acts when follows from the flags
-            while len(held) <= args.artificial_delay:
+            while len(held) <= delay:
                 held.append(in_turn.collect(num_groups, reference.version))
             collected = held.pop(0)
             assert all(run.acted(n, t, T) == reference.versions[made] for n, t, made in collected)
@@ -315,15 +323,13 @@ def test_off_policy_ppo(flags, monkeypatch):
             last = len(reference.weights) - 1
             check_passes(passes, len(samples), args.sample_reuse)
             check_samples(samples, trained[first:last], run.calls["ppo_loss"][first:last])
-            check_weights(reference.weights[last], run.weights[last], run.weights[first], share_of(run))
+            errors.append(errors_of(reference.weights[last], run.weights[last], run.weights[first]))
+            reference.weights[last] = run.weights[last]
         for tag, x in losses.items():
             logs.setdefault(tag, []).append((end, x))
+    check_weights(errors, flags)
     assert len(reference.weights) == len(run.weights) and len(set(all_kept)) == len(all_kept)
     check_logs(run.run_dir, logs)
-    rates = {name: np.array(scalars(run.run_dir, f"charts/{name}_SPS")) for name in ("dropped", "collected")}
-    np.testing.assert_allclose(
-        rates["dropped"][:, 1], rates["collected"][:, 1] * [*dropped.values()], rtol=1e-5
-    )
     if args.max_staleness is None or args.sync:  # else nobody sees where the dropped ones were collected
         check_episodes(run.run_dir, ended, frames=3 if is_atari else 0)
     if args.max_staleness is not None and args.sync:
@@ -363,7 +369,7 @@ def test_all_environments_have_their_own_seeds_and_noise(decoupled, sync, monkey
     assert len(np.unique([trace.obs[0][3:] for trace in traces], axis=0)) == 16
     acts = [np.array(trace.actions[:40]) for trace in traces]
     for k, actions in enumerate(acts):
-        others = [*acts[:k], np.roll(actions, 10)]  # and itself, an unroll later
+        others = [*acts[:k], np.roll(actions, 10)]  # and itself, a segment later
         assert len(actions) == 40 and all(np.mean(actions == other) < 0.8 for other in others)
 
 
@@ -390,7 +396,7 @@ def test_rates_by_a_clock_that_only_the_test_moves(decoupled, monkeypatch):
     run = Record(script, make_args(**flags), monkeypatch)
     acting, learning = 8 * 5, 3 * (4 if is_ppo else 1)  # seconds of an iteration, which collects 40 steps
     rate = acting / (acting + learning)
-    expected = dict(SPS=rate, collected_SPS=rate, trained_SPS=2 * rate, learner_wait=rate, queue_fill=0)
-    for name, x in (expected | dict(actor_wait=1 - rate / 2)).items():
+    for name, x in dict(SPS=rate, learner_wait=rate, queue_fill=0, actor_wait=1 - rate / 2).items():
         found = [y for _, y in scalars(run.run_dir, f"charts/{name}")]
-        assert found == pytest.approx([x] * (6 if is_ppo else 3)), name
+        times = 3 if not is_ppo else 5 if name == "SPS" else 6  # from the second iteration on
+        assert found == pytest.approx([x] * times), name

@@ -5,7 +5,7 @@
 
 The parts of an iteration of ppo_atari.py are 128 steps of 8 bare emulators, 128 forward passes of 8
 observations and 16 passes forward and backward of a minibatch of 256; of impala_vtrace.py 20 steps of 2 times
-16 emulators, 40 forward passes of 16 observations and one pass forward and backward of 32 unrolls. One after
+16 emulators, 40 forward passes of 16 observations and one pass forward and backward of 32 segments. One after
 the other, each with all cores, in the script's network and memory layout: no sampling, no storing, no
 advantages, no loss but a mean, no optimizer, no log.
 """
@@ -43,7 +43,8 @@ class Args:
 def parts_of_impala(args: Args) -> float:
     """Steps per second if an iteration had nothing but its parts."""
     script_args = impala_vtrace.Args(env_id=args.env_id, device="cpu", amp=args.amp)
-    groups = [impala_vtrace.Group(args.env_id, script_args, 16) for _ in range(2)]
+    both = [impala_vtrace.make_env(args.env_id, script_args, 16) for _ in range(2)]
+    groups = [impala_vtrace.Group(args.env_id, envs) for envs in both]
     for k, group in enumerate(groups):
         group.reset(seed=k)
     agent, rng, seconds = impala_vtrace.Agent(groups[0].envs, script_args), np.random.default_rng(1), []

@@ -2,6 +2,10 @@
 
     python benchmark/run.py staleness --workers 2
     python benchmark/studies/staleness.py --write
+    python benchmark/studies/staleness.py --artificial-delay 4 --env-id CartPole-v1 --sync
+
+With --artificial-delay it is ppo_async.py, with its flags, but each segment is held back for so many
+iterations.
 
 Berner et al. 2019 (https://arxiv.org/abs/1912.06680, appendix M) found that both slow learning. They
 varied reuse by the number of rollout workers beside the same optimizers: what counts as slow is a return by
@@ -10,16 +14,21 @@ panel beside that of staleness has the same with --decoupled. Every panel has th
 seed's last 100 training episodes, and a band of one standard deviation over seeds.
 """
 
+import argparse
 import sys
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 import tyro
 from matplotlib import colormaps
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+import ppo_async  # noqa: E402
 from benchmark import compare, figures  # noqa: E402
 from benchmark.cli import fail  # noqa: E402
 from benchmark.suites import SUITES  # noqa: E402
@@ -40,7 +49,41 @@ KINDS = {
 HEAD = "varied|value|seeds|mean return over the run|over its first 100k samples trained on|end".split("|")
 
 
+def held_back(receive: Callable, delay: int) -> Callable:
+    """Makes receive() of ppo_async.py return each batch so many calls later than it came."""
+    held = deque()
+
+    def late(exchange, turns, args):
+        if not held:  # the first batches are collected before the first iteration draws random numbers
+            state = torch.get_rng_state()
+            torch.manual_seed(hash((args.seed, exchange.published[1], ppo_async.RANK, delay)))
+            for _ in range(delay):
+                ppo_async.heartbeat("iteration")
+                held.append(receive(exchange, turns, args))
+            torch.set_rng_state(state)
+            ppo_async.heartbeat("iteration")
+        held.append(receive(exchange, turns, args))
+        return held.popleft()
+
+    return late
+
+
 def main():
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--artificial-delay", type=int)
+    known, rest = parser.parse_known_args()
+    if known.artificial_delay is not None:
+        if known.artificial_delay < 0:
+            fail(f"--artificial-delay cannot be {known.artificial_delay}")
+        sys.argv[1:] = rest
+        ppo_async.receive = held_back(ppo_async.receive, known.artificial_delay)
+        ppo_async.main()
+    else:
+        draw()
+
+
+def draw():
+    """Prints the table and, if asked, writes it and the figure."""
     args = tyro.cli(Args)
     if not (args.results / "staleness").is_dir():
         fail(f"--results {args.results}: there are no results of the suite staleness")

@@ -63,14 +63,16 @@ def one_rank(folder: str, environment: dict, function, name: str, arguments: tup
     atexit._run_exitfuncs()  # which multiprocessing leaves out
 
 
-def recorded(script, flags: dict, kls: list | None = None, old_from: int | None = None) -> dict:
+def recorded(
+    script, flags: dict, kls: list | None = None, old_from: int | None = None, is_late: bool = False
+) -> dict:
     """Trains. Returns what the process did, on the way and at its end.
 
     losses: of each call of the loss, the parameters of its networks and its other arguments. resets: seeds of
     environments. steps: actions, raw observations, rewards and ends. permutations and draws: what
     torch.randperm gave, and states of generators that drew from a replay. kls: what the loss is to report as
     approx_kl, by call and rank. old_from: segments of this environment and of those after it are 100 versions
-    older.
+    older. is_late: segments come an iteration later, the first ones at once.
     """
     names = ("losses", "resets", "steps", "permutations", "draws", "auxiliary", "looks", "errors", "ladder")
     record = {name: [] for name in names}
@@ -88,7 +90,9 @@ def recorded(script, flags: dict, kls: list | None = None, old_from: int | None 
     if script.SCRIPT == "ngu_r2d2":
         note_curiosity(script, record)
     if old_from is not None:
-        script.collect = partial(aged, script, script.collect, old_from)
+        script.receive = partial(aged, script, script.receive, old_from)
+    if is_late:
+        script.receive = partial(late, script.receive, [])
     record["args"] = script.Args(**flags)
     record["run_dir"] = script.train(record["args"])
     record["after"] = [flat(x) for x in record.pop("networks", [])]
@@ -181,8 +185,15 @@ def note_curiosity(script, record: dict):
     script.Curiosity.forward, script.Curiosity.loss, script.Actor.step = noted_forward, noted_loss, noted_step
 
 
-def aged(script, collect, old_from: int, actors):
-    data, episodes = collect(actors)
-    size = data["versions"].shape[1]
-    environment = script.RANK * size + np.arange(size)
-    return data | dict(versions=data["versions"] - 100 * (environment >= old_from)), episodes
+def aged(script, receive, old_from: int, exchange, turns, args):
+    batch = receive(exchange, turns, args)
+    for k, segments in enumerate(batch):
+        environment = (script.RANK * len(batch) + k) * args.group_size
+        if environment >= old_from:
+            segments.version -= 100
+    return batch
+
+
+def late(receive, held: list, *arguments):
+    held += [receive(*arguments) for _ in range(1 if held else 2)]
+    return held.pop(0)

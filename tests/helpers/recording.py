@@ -244,7 +244,7 @@ class Record:
         self.prints.append(fingerprint(agent))
 
     def acted(self, n, begin, length):
-        """Gradient steps behind the weights that acted in an unroll: one number, or it fails."""
+        """Gradient steps behind the weights that acted in a segment: one number, or it fails."""
         (steps,) = {self.prints.index(x) for x in self.traces[n].actors[begin : begin + length]}
         return steps
 

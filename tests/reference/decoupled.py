@@ -77,7 +77,7 @@ class InTurn:
         self.turns, self.waiting = 0, []
 
     def collect(self, num_groups, version):
-        """(environment, first step, version that acted) of the unrolls of a batch."""
+        """(environment, first step, version that acted) of the segments of a batch."""
         while len(self.waiting) < num_groups:
             lap, actor = divmod(self.turns, self.num_actors)
             self.waiting += [(2 * actor + k, lap * self.num_steps, version) for k in range(2)]

@@ -1,6 +1,6 @@
 """IMPALA (Espeholt et al. 2018) as loops over single steps of single environments, in float64.
 
-Each unroll is T steps of one environment by one version of the agent. V-trace is the sum of equation 1, not
+Each segment is T steps of one environment by one version of the agent. V-trace is the sum of equation 1, not
 its recursion; the LSTM is its gates; only the gradient of the loss is left to autograd.
 """
 
@@ -12,7 +12,7 @@ from reference.decoupled import convolve, ended, layers, leaves, perceptron, res
 
 
 @dataclass
-class Unroll:
+class Segment:
     trace: object
     begin: int  # its first step in the trace
     version: int  # updates behind the weights that acted
@@ -63,35 +63,31 @@ class Impala:
         return logits - logits.exp().sum().log(), value, state
 
     def act(self, number, begin, version):
-        """The unroll that starts there, as the weights of a version have made it."""
-        assert begin == self.acted[number], "an unroll is missing, or is there twice"
+        """The segment that starts there, as the weights of a version have made it."""
+        assert begin == self.acted[number], "a segment is missing, or is there twice"
         trace, T = self.traces[number], self.args.num_steps
-        unroll = Unroll(trace, begin, version, self.states[number], [])
+        segment = Segment(trace, begin, version, self.states[number], [])
         weights = {name: torch.tensor(x) for name, x in self.weights[version].items()}
-        state = unroll.state
+        state = segment.state
         for t in range(begin, begin + T):
             logprobs, _, state = self.look(weights, self.row(trace, t), state)
-            unroll.logprobs.append(logprobs)
+            segment.logprobs.append(logprobs)
         self.states[number], self.acted[number] = state, begin + T
-        return unroll
+        return segment
 
     # the learner
 
     def reward(self, raw):
-        if self.args.rewards == "clip":
-            return min(1.0, max(-1.0, raw))
-        if self.args.rewards == "soft-asymmetric":
-            return 5 * np.tanh(raw / 5) * (0.3 if raw < 0 else 1)
-        return raw
+        return min(1.0, max(-1.0, raw)) if self.args.rewards == "clip" else raw
 
-    def trajectory(self, weights, unroll):
+    def trajectory(self, weights, segment):
         """Of the T steps: log-probabilities of all actions, rewards, discounts; and T + 1 values."""
-        trace, state = unroll.trace, unroll.state
+        trace, state = segment.trace, segment.state
         logprobs, values, rewards, discounts = [], [], [], []
-        for t in range(unroll.begin, unroll.begin + self.args.num_steps + 1):
+        for t in range(segment.begin, segment.begin + self.args.num_steps + 1):
             logprob, value, state = self.look(weights, self.row(trace, t), state)
             values.append(value)
-            if t == unroll.begin + self.args.num_steps:
+            if t == segment.begin + self.args.num_steps:
                 return logprobs, rewards, discounts, values
             reward = self.reward(trace.rewards[t])
             if was_cut(trace, t) and self.args.bootstrap_truncated:
@@ -125,15 +121,15 @@ class Impala:
             advantages = [min(args.rho_bar, x) * a for x, a in zip(ratios, advantages, strict=True)]
         return vs[:T], advantages
 
-    def learn(self, unrolls):
-        """An update on unrolls. Returns what is logged, by name, and the targets of each unroll."""
+    def learn(self, segments):
+        """An update on segments. Returns what is logged, by name, and the targets of each segment."""
         args, weights = self.args, leaves(self.weights[-1])
         policy_loss = value_loss = entropy = 0.0
         all_ratios, all_targets = [], []
-        for unroll in unrolls:
-            logprobs, rewards, discounts, values = self.trajectory(weights, unroll)
-            taken = unroll.trace.actions[unroll.begin : unroll.begin + args.num_steps]
-            behavior = [unroll.logprobs[t][a].item() for t, a in enumerate(taken)]
+        for segment in segments:
+            logprobs, rewards, discounts, values = self.trajectory(weights, segment)
+            taken = segment.trace.actions[segment.begin : segment.begin + args.num_steps]
+            behavior = [segment.logprobs[t][a].item() for t, a in enumerate(taken)]
             ratios = [np.exp(logprobs[t][a].item() - behavior[t]) for t, a in enumerate(taken)]
             vs, advantages = self.targets(ratios, rewards, discounts, [v.item() for v in values])
             for t, a in enumerate(taken):
@@ -153,14 +149,14 @@ class Impala:
         losses = {name: x.item() / len(ratios) for name, x in losses.items()}  # per step
         losses |= dict(rho=ratios.mean(), rho_clipped=(ratios > args.rho_bar).mean())
         losses |= dict(approx_kl=(ratios - 1 - np.log(ratios)).mean())
-        losses = {f"losses/{name}": x for name, x in losses.items()}
+        losses = {f"losses/{name}": x for name, x in losses.items()} | {"losses/grad_norm": self.norm}
         return losses | {"charts/learning_rate": self.lr}, all_targets
 
     def descend(self, gradients):
         """Clipping of the global norm, RMSProp with epsilon inside the root, learning rate to 0."""
         args, version = self.args, len(self.weights) - 1
-        norm = np.sqrt(sum((g**2).sum() for g in gradients.values()))
-        shrink = min(1.0, args.max_grad_norm / norm)
+        self.norm = np.sqrt(sum((g**2).sum() for g in gradients.values()))
+        shrink = min(1.0, args.max_grad_norm / self.norm)
         self.lr = args.learning_rate * (1 - version / self.num_updates if args.anneal_lr else 1)
         new = {}
         for name, gradient in gradients.items():

@@ -70,8 +70,6 @@ class OffPolicyPPO:
     def advantages(self, segment):
         """A_t, the sum of (gamma lambda)^l delta_{t+l} up to the end of the episode or the segment."""
         args, trace, begin, values = self.args, segment.trace, segment.begin, segment.values
-        if args.gae_on_learner:
-            values = [x for _, x in self.without_gradient(trace.obs[begin : begin + args.num_steps + 1])]
         deltas, advantages = [], []
         for t in range(args.num_steps):
             beyond = 0.0 if ended(trace, begin + t) else values[t + 1]
@@ -167,15 +165,15 @@ class OffPolicyPPO:
         loss.backward()
         self.descend({name: x.grad.numpy() for name, x in weights.items()})
         losses = dict(policy_loss=policy_loss.item(), value_loss=value_loss.item(), entropy=entropy.item())
-        losses |= dict(old_approx_kl=old_kl, approx_kl=kl) | (
+        losses |= dict(old_approx_kl=old_kl, approx_kl=kl, grad_norm=self.norm) | (
             dict(behavior_kl=behavior_kl) if args.decoupled else {}
         )
         return {f"losses/{name}": x for name, x in losses.items()}, outside
 
     def descend(self, gradients):
         """Clipping of the global norm, then Adam."""
-        norm = np.sqrt(sum((g**2).sum() for g in gradients.values()))
-        shrink, count, new = min(1.0, self.args.max_grad_norm / norm), len(self.weights), {}
+        self.norm = np.sqrt(sum((g**2).sum() for g in gradients.values()))
+        shrink, count, new = min(1.0, self.args.max_grad_norm / self.norm), len(self.weights), {}
         for name, gradient in gradients.items():
             g = shrink * gradient
             self.m[name] = 0.9 * self.m[name] + 0.1 * g
