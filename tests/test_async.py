@@ -13,14 +13,15 @@ import numpy as np
 import probes
 import pytest
 import torch
-from conftest import scalars
+from conftest import scalars, steps_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import impala_vtrace
 import ppo
 import ppo_async
 import ppo_atari
-from ppo_async import Actor, Agent, Args, compute_gae, ppo_loss
+from benchmark.studies.staleness import held_back
+from ppo_async import Agent, Args, Exchange, Group, compute_gae, ppo_loss
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,25 +32,43 @@ def small(**flags):
     return Args(**dict(total_timesteps=64 * 10, sync=True, device="cpu") | flags)
 
 
+def acting(script, args, seed=1):
+    """The two groups of an actor, a random agent, and an exchange with its copy."""
+    torch.manual_seed(seed)
+    task, exchange = [args.env_id] if script is impala_vtrace else [], Exchange()
+    groups = [script.Group(args.env_id, script.make_env(*task, args, args.group_size)) for _ in range(2)]
+    agent = script.Agent(groups[0].envs, args)
+    for k, group in enumerate(groups):
+        group.reset(seed + k * args.group_size)
+        if script is impala_vtrace:
+            group.state = agent.initial_state(args.group_size)
+    script.publish(agent, 0, exchange, args)
+    return groups, agent, exchange
+
+
 def segments(args, count=2, seed=1):
     """Segments of both groups of an actor with a random agent, and the agent."""
-    torch.manual_seed(seed)
-    actor = Actor(args)
-    agent = Agent(actor.groups[0].envs, args)
-    actor.reset(seed=1)
-    return [segments for version in range(count) for segments in actor.unroll(agent, version)], agent
+    groups, agent, exchange = acting(ppo_async, args, seed)
+    for _ in range(count):
+        ppo_async.play(groups, exchange, args)
+    return [exchange.queue.get() for _ in range(2 * count)], agent
 
 
-def tensors(unrolls):
-    return {name: torch.from_numpy(x) for name, x in unrolls.data.items() if name != "final_obs"}
+def tensors(some):
+    return {name: torch.from_numpy(x) for name, x in some.data.items() if name != "final_obs"}
+
+
+def hold_back(monkeypatch, iterations):
+    """Trains on what was collected so many iterations ago, as the study of staleness does."""
+    monkeypatch.setattr(ppo_async, "receive", held_back(ppo_async.receive, iterations))
 
 
 @pytest.mark.parametrize("env_id", ["Count-v0", "PongNoFrameskip-v4"])
 def test_ratio_is_one_before_the_first_gradient_step(env_id):
     """Of fresh samples, and recomputed in one pass over a segment."""
     found, agent = segments(small(env_id=env_id))
-    for unrolls in found:
-        data = tensors(unrolls)
+    for some in found:
+        data = tensors(some)
         dist, values = agent(data["obs"].flatten(0, 1))
         logprobs = ppo.Categorical(dist.logprobs.view(17, 2, -1)[:-1]).log_prob(data["actions"])
         torch.testing.assert_close(logprobs, data["logprobs"], atol=1e-5, rtol=0)
@@ -60,8 +79,8 @@ def test_ratio_is_one_before_the_first_gradient_step(env_id):
 
 def test_advantages_of_a_segment_by_hand():
     """Count-v0 ends every fifth step with reward 1 a step: the definition, step by step."""
-    (unrolls, _), _ = segments(small(), count=1)
-    data = unrolls.data
+    (some, _), _ = segments(small(), count=1)
+    data = some.data
     r, v, d = data["rewards"][:, 0], data["values"][:, 0], data["dones"][:, 0]
     assert np.flatnonzero(d).tolist() == [4, 9, 14] and (r == 1).all()
     expected, advantage = np.zeros(16), 0.0
@@ -76,16 +95,16 @@ def test_advantages_of_a_segment_by_hand():
 def test_in_turn_it_is_the_update_of_ppo_atari(monkeypatch):
     """The same rollout, parameters and shuffling: the same parameters to 1e-6 after two epochs."""
     seen = {}
-    collect = ppo_async.collect
+    side_by_side = ppo_async.side_by_side
 
-    def spy(actors):
-        seen["data"], ended = collect(actors)
+    def spy(segments):
+        seen["data"] = side_by_side(segments)
         seen["data"]["rewards"][2] = 7  # to be clipped
-        return seen["data"], ended
+        return seen["data"]
 
     made, original = [], Agent.__init__
     monkeypatch.setattr(Agent, "__init__", lambda self, *x: (original(self, *x), made.append(self))[0])
-    monkeypatch.setattr(ppo_async, "collect", spy)
+    monkeypatch.setattr(ppo_async, "side_by_side", spy)
     flags = dict(env_id="PongNoFrameskip-v4", num_envs=4, num_steps=16, device="cpu", total_timesteps=64)
     ppo_async.train(Args(**flags, batch_segments=4, sample_reuse=2.0, sync=True))
     data, agents = seen["data"], []
@@ -136,9 +155,10 @@ def test_in_turn_it_is_the_update_of_ppo_atari(monkeypatch):
 
 
 @pytest.mark.parametrize("delay", [0, 1, 3])
-def test_artificial_delay_is_the_staleness(delay):
+def test_segments_that_are_held_back_are_stale(delay, monkeypatch):
     """In turn and held back for K iterations: K versions stale once the first K are through."""
-    run_dir = ppo_async.train(small(artificial_delay=delay))
+    hold_back(monkeypatch, delay)
+    run_dir = ppo_async.train(small())
     means = [x for _, x in scalars(run_dir, "staleness/mean")]
     assert means == [min(k, delay) for k in range(10)]
     assert [x for _, x in scalars(run_dir, "staleness/max")] == means
@@ -150,39 +170,44 @@ def test_artificial_delay_is_the_staleness(delay):
 
 
 def test_each_batch_that_is_held_back_has_the_time_of_an_iteration(monkeypatch):
-    calls, collect = [], ppo_async.collect
-    monkeypatch.setattr(ppo_async.StallTimer, "set", lambda *_: calls.append("timer"))
-    monkeypatch.setattr(ppo_async, "collect", lambda actors: calls.append("collect") or collect(actors))
-    ppo_async.train(small(artificial_delay=3, stall_seconds=9))
-    assert calls == ["timer"] + ["timer", "collect"] * 13
+    calls, receive, beat = [], ppo_async.receive, ppo_async.heartbeat
+    monkeypatch.setattr(ppo_async, "heartbeat", lambda loop: calls.append(loop) or beat(loop))
+    monkeypatch.setattr(ppo_async, "receive", lambda *x: calls.append("receive") or receive(*x))
+    hold_back(monkeypatch, 3)
+    ppo_async.train(small())
+    assert calls.count("receive") == 13
+    assert all(x == "iteration" for x, then in zip(calls, calls[1:], strict=False) if then == "receive")
 
 
 def test_held_back_segments_are_the_older_ones(monkeypatch):
     """What is trained on in iteration k was collected in iteration k - K."""
     collected, trained = [], []
-    collect, loss = ppo_async.collect, ppo_async.ppo_loss
-    monkeypatch.setattr(ppo_async, "collect", lambda *x: (collected.append(collect(*x)), collected[-1])[1])
+    receive, loss = ppo_async.receive, ppo_async.ppo_loss
+    monkeypatch.setattr(ppo_async, "receive", lambda *x: (collected.append(receive(*x)), collected[-1])[1])
     monkeypatch.setattr(
         ppo_async, "ppo_loss", lambda a, batch, *x: (trained.append(batch), loss(a, batch, *x))[1]
     )
-    ppo_async.train(small(env_id="CartPole-v1", artificial_delay=2, num_minibatches=1))
+    hold_back(monkeypatch, 2)
+    ppo_async.train(small(env_id="CartPole-v1", num_minibatches=1))
     assert len(collected) == 12 and len(trained) == 10
-    for (data, _), batch in zip(collected, trained, strict=False):
-        seen = torch.from_numpy(data["logprobs"]).flatten()
+    for received, batch in zip(collected, trained, strict=False):
+        seen = torch.cat([torch.from_numpy(some.data["logprobs"]).flatten() for some in received])
         assert torch.equal(batch["logprobs"].sort()[0], seen.sort()[0])
 
 
 def test_versions_are_updates_and_stale_segments_are_dropped_and_counted(monkeypatch):
     """Held back for 3 iterations and at most 1 version behind: two of four iterations learn, for ever."""
-    published, publish = [], ppo_async.Actors.publish
+    published, publish = [], ppo_async.publish
 
-    def spy(self, agent, version):
+    def spy(agent, version, *others):
         published.append((version, torch.cat([p.detach().flatten() for p in agent.parameters()])))
-        publish(self, agent, version)
+        publish(agent, version, *others)
 
-    monkeypatch.setattr(ppo_async.Actors, "publish", spy)
-    flags = dict(env_id="CartPole-v1", artificial_delay=3, max_staleness=1)
-    run_dir = ppo_async.train(small(**flags))
+    monkeypatch.setattr(ppo_async, "publish", spy)
+    flags = dict(env_id="CartPole-v1", max_staleness=1)
+    with monkeypatch.context() as patch:
+        hold_back(patch, 3)
+        run_dir = ppo_async.train(small(**flags))
     dropped = [x for _, x in scalars(run_dir, "staleness/dropped")]
     assert dropped == [0, 0, 1, 1, 0, 0, 1, 1, 0, 0]
     assert [x for _, x in scalars(run_dir, "staleness/mean")] == [0, 1] + [1] * 4
@@ -191,13 +216,11 @@ def test_versions_are_updates_and_stale_segments_are_dropped_and_counted(monkeyp
     rates = [x for _, x in scalars(run_dir, "charts/learning_rate")]  # annealing waits for updates
     updates_before = np.array([0, 1, 2, 2, 2, 3, 4, 4, 4, 5])
     np.testing.assert_allclose(rates, 2.5e-4 * (1 - updates_before / 10), rtol=1e-5)
-    assert [x > 0 for _, x in scalars(run_dir, "charts/trained_SPS")] == [not x for x in dropped]
-    assert len(scalars(run_dir, "charts/SPS")) == 10
+    assert [x for _, x in scalars(run_dir, "charts/sample_reuse")] == [1 - x for x in dropped]
+    assert steps_of(run_dir) == list(range(64, 641, 64))
     state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
     assert state["version"] == 6 and state["iteration"] == 10
-    collected = [x for _, x in scalars(run_dir, "charts/collected_SPS")]
-    rates = [x for _, x in scalars(run_dir, "charts/dropped_SPS")]
-    np.testing.assert_allclose(rates, np.array(collected) * dropped, rtol=1e-5)
+    hold_back(monkeypatch, 3)
     ppo_async.train(small(**flags, resume=str(run_dir), total_timesteps=64 * 11))
     assert [version for version, _ in published[7:]] == [6, 7]
 
@@ -225,22 +248,6 @@ def test_minibatches_are_always_as_many_and_none_is_of_one_sample(monkeypatch):
     flags = dict(num_envs=2, batch_segments=1, num_steps=64, num_minibatches=8, sample_reuse=0.3)
     ppo_async.train(small(env_id="CartPole-v1", **flags, total_timesteps=64 * 3))
     assert sizes == [3, 3, 3, 2, 2, 2, 2, 2] * 3
-
-
-def test_advantages_by_the_optimizers_values(monkeypatch):
-    """--gae-on-learner: the values of stale segments are computed anew."""
-    batches, loss = {}, ppo_async.ppo_loss
-    for on_learner in (False, True):
-        monkeypatch.setattr(
-            ppo_async,
-            "ppo_loss",
-            lambda a, b, *x, k=on_learner: (batches.setdefault(k, []).append(b), loss(a, b, *x))[1],
-        )
-        flags = dict(env_id="CartPole-v1", artificial_delay=2, gae_on_learner=on_learner, learning_rate=1e-2)
-        ppo_async.train(small(**flags, num_minibatches=1))
-    fresh, anew = (sorted(batches[k][0]["values"].tolist()) for k in (False, True))
-    np.testing.assert_allclose(fresh, anew, atol=1e-5)  # nothing was learned yet
-    assert not np.allclose(*(sorted(batches[k][-1]["values"].tolist()) for k in (False, True)), atol=1e-3)
 
 
 def test_loss_is_that_of_ppo():
@@ -309,8 +316,10 @@ def test_decoupled_clip_begins_at_the_policy_before_the_update(delay, monkeypatc
 
     monkeypatch.setattr(ppo_async, "ppo_loss", keep)
     for decoupled in (False, True):
-        flags = dict(env_id="CartPole-v1", artificial_delay=delay, learning_rate=1e-2, sample_reuse=2)
-        ppo_async.train(small(**flags, decoupled=decoupled))
+        flags = dict(env_id="CartPole-v1", learning_rate=1e-2, sample_reuse=2)
+        with monkeypatch.context() as patch:
+            hold_back(patch, delay)
+            ppo_async.train(small(**flags, decoupled=decoupled))
     plain, ours = (torch.cat([p.detach().flatten() for p in agents[k].parameters()]) for k in (False, True))
     starts = [info for _, info in infos[80::8]]  # of ten iterations of two passes of four minibatches
     assert len(starts) == 10 and all(info["approx_kl"].abs() < 1e-6 for info in starts)
@@ -335,7 +344,7 @@ def test_clipped_share_by_staleness_by_hand():
 
 def test_asynchronous_run_is_little_stale_and_leaves_no_thread():
     run_dir = ppo_async.train(small(env_id="CartPole-v1", sync=False, total_timesteps=64 * 100))
-    assert [step for step, _ in scalars(run_dir, "charts/SPS")] == list(range(64, 6401, 64))
+    assert steps_of(run_dir) == list(range(64, 6401, 64))
     stale = [x for _, x in scalars(run_dir, "staleness/max")]
     assert max(stale) <= 1
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("actor")]
@@ -343,8 +352,8 @@ def test_asynchronous_run_is_little_stale_and_leaves_no_thread():
     assert set(reuse) == {1.0}
 
 
-@pytest.mark.parametrize("flags", [{}, dict(gae_on_learner=True), dict(max_staleness=1)])
-def test_time_limit_is_valued_by_the_optimizer_on_demand(flags, monkeypatch):
+@pytest.mark.parametrize("flags", [{}, dict(max_staleness=1)])
+def test_time_limit_is_valued_by_the_learner_on_demand(flags, monkeypatch):
     """Cut-v0 is cut after 4 steps, and its last observation has a 100: held back, it has today's value."""
     checked, gae = [], ppo_async.compute_gae
 
@@ -360,11 +369,11 @@ def test_time_limit_is_valued_by_the_optimizer_on_demand(flags, monkeypatch):
     agents, original = [], Agent.__init__
     monkeypatch.setattr(Agent, "__init__", lambda self, *x: (original(self, *x), agents.append(self))[0])
     monkeypatch.setattr(ppo_async, "compute_gae", spy)
-    flags = dict(artificial_delay=2, learning_rate=1e-2, **flags)
-    ppo_async.train(small(env_id="Cut-v0", bootstrap_truncated=True, **flags))
+    hold_back(monkeypatch, 2)
+    ppo_async.train(small(env_id="Cut-v0", bootstrap_truncated=True, learning_rate=1e-2, **flags))
     assert len(checked) == 10 and np.ptp(checked) > 0.1  # of an agent that learns
-    (unrolls, _), _ = segments(small(env_id="Cut-v0"), count=1)
-    assert all(obs is None for obs in unrolls.data["final_obs"].flat)
+    (some, _), _ = segments(small(env_id="Cut-v0"), count=1)
+    assert all(obs is None for obs in some.data["final_obs"].flat)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +381,7 @@ def test_time_limit_is_valued_by_the_optimizer_on_demand(flags, monkeypatch):
     [
         ("--num-envs 3", "num_envs must be a multiple of 2"),
         ("--batch-segments 9", "must be a multiple of 8"),
-        ("--segment-length 4", "a minibatch must hold more than one step"),
+        ("--num-steps 4", "a minibatch must hold more than one step"),
         ("--sample-reuse 0", "sample_reuse cannot be 0"),
         ("--max-staleness -1", "max_staleness cannot be -1"),
     ],
@@ -386,14 +395,14 @@ def test_mistakes(flags, words):
 
 def test_processes_explore_apart_from_the_first_step(monkeypatch):
     """What is held back is collected before the first iteration seeds each process for itself."""
-    actions, original = [], ppo_async.collect
+    actions, original = [], ppo_async.receive
 
-    def spy(actors):
-        batch = original(actors)
-        actions.append(batch[0]["actions"])
+    def spy(*inputs):
+        batch = original(*inputs)
+        actions.append(np.stack([some.data["actions"] for some in batch]))
         return batch
 
-    monkeypatch.setattr(ppo_async, "collect", spy)
+    monkeypatch.setattr(ppo_async, "receive", spy)
 
     def over_processes(_, x):
         return probes.own_mistake() if type(x) is bool else x  # the first question of iteration 0 ends it
@@ -401,8 +410,9 @@ def test_processes_explore_apart_from_the_first_step(monkeypatch):
     monkeypatch.setattr(ppo_async, "over_processes", over_processes)
     for rank in (1, 2):
         monkeypatch.setattr(ppo_async, "RANK", rank)
-        with pytest.raises(ZeroDivisionError):
-            ppo_async.train(small(env_id="CartPole-v1", artificial_delay=1))
+        with pytest.raises(ZeroDivisionError), monkeypatch.context() as patch:
+            hold_back(patch, 1)
+            ppo_async.train(small(env_id="CartPole-v1"))
     first, _, second, _ = actions
     assert 0.3 < (first == second).mean() < 0.7
 
@@ -427,16 +437,18 @@ gym.register("Unhurried-v0", Unhurried, disable_env_checker=True)
 
 
 @pytest.mark.parametrize("script", [ppo_async, impala_vtrace], ids=lambda script: script.SCRIPT)
-def test_actors_that_are_closed_end_their_step_not_their_unroll(script):
-    flags = dict(env_id="Unhurried-v0", num_envs=2, batch_unrolls=2, num_steps=300, total_timesteps=600)
+def test_actors_that_are_closed_end_their_step_not_their_segment(script):
+    flags = dict(env_id="Unhurried-v0", num_envs=2, batch_segments=2, num_steps=300, total_timesteps=600)
     args = script.Args(**flags, device="cpu")
-    actors = script.Actors(args)
-    actors.start(script.Agent(actors.envs, args), 0, 1)
+    groups, _, exchange = acting(script, args)
+    actor = threading.Thread(target=script.act, args=(0, groups, exchange, args))
+    actor.start()
     try:
+        exchange.room.release()
         begin = Unhurried.steps
         while Unhurried.steps < begin + 10:
             time.sleep(0.001)
     finally:
-        before = Unhurried.steps
-        actors.close()
-    assert Unhurried.steps - before <= 10
+        before, exchange.is_closed = Unhurried.steps, True
+        actor.join()
+    assert Unhurried.steps - before <= 10 and exchange.queue.empty()

@@ -358,7 +358,7 @@ def test_all_environments_have_their_own_seeds_and_noise(decoupled, sync, monkey
     """Of two actors with two groups of two, with nearly uniform policies; and when the run is resumed."""
     script, make_args = decoupled
     flags = dict(num_envs=8, num_actors=2, batch_segments=8, num_steps=10, learning_rate=1e-5, sync=sync)
-    args = make_args(**flags, updates=4)
+    args = make_args(**flags, updates=6)  # an actor may take the turn of another
     with monkeypatch.context() as patch:
         first = Record(script, args, patch, head=1)
     args.total_timesteps, args.resume = 2 * args.total_timesteps, str(first.run_dir)

@@ -47,7 +47,7 @@ def main(args: Args):
             fail(f"{error}; pip install py-spy, and let it look at processes (ptrace)")
         stacks = Path(folder, "stacks").read_text().splitlines()
     held = {}  # microseconds in an environment step
-    for who, function in (("actors", "Actors.run ("), ("learner", "learn (")):
+    for who, function in (("actors", ";act ("), ("learner", "learn (")):
         looks = sum(int(line.rpartition(" ")[2]) for line in stacks if function in line)
         held[f"{who}_us"] = round(1e6 * looks / RATE / args.steps)
         print(f"{who}: {held[f'{who}_us']} us of Python's lock in an environment step")
