@@ -3,8 +3,8 @@
 A reference (tests/reference) is given the first weights, what the environments did, and which unrolls of
 which versions each batch had. The latter is seen from outside, as every observation has a name
 (recording.py); where actors and learner take turns, it also follows from the flags. From that the reference
-computes states, targets, losses, weights and logs of the whole run, and nothing that the script computed
-comes in between.
+computes states, targets, losses, weights and logs of the whole run. All that the script computed and that
+comes in between are the weights after an update, with which the reference goes on once they are compared.
 """
 
 import time
@@ -25,11 +25,26 @@ import ppo_async
 CLOSE = dict(rtol=1e-3, atol=1e-5)  # the script computes in float32
 
 
-def check_weights(reference, script, before, share):
-    """New weights: the error of each array is at most a share of what the update changed in it."""
-    for name, x in reference.items():
-        error, change = np.linalg.norm(script[name] - x), np.linalg.norm(x - before[name])
-        assert error <= share * change + 1e-6, f"{name}: {error} in {change}"
+def errors_of(reference, script, before):
+    """Of each array of the new weights: the error, as a share of what the update changed in it."""
+    errors = [max(0.0, np.linalg.norm(script[name] - x) - 1e-6) for name, x in reference.items()]
+    changes = [np.linalg.norm(x - before[name]) for name, x in reference.items()]
+    return np.array(errors) / np.maximum(changes, 1e-12)
+
+
+def check_weights(errors, flags):
+    """errors: (updates, arrays). Each update began with the script's weights, so rounding does not grow.
+
+    If the reference goes on with its own, it does: in six updates of the deep network from 1e-7 to all of a
+    change. Within an update it is below 1e-4 of the change, but for close decisions: in a batch, ReLU and
+    pooling of the deep network take half a million, between 0 and x or between pixels. In an update of 20,
+    float32 and float64 differ in one of them, and in one of 100 that moves an array by more than 1e-3 of its
+    change, in 150 runs by 7 % at most. So one update may err, by three times that, and the others not at all.
+    """
+    errors = np.sort(errors, axis=0)
+    is_deep = flags.get("network") == "deep"
+    assert errors[: len(errors) - is_deep].max() <= 1e-3, errors
+    assert errors.max() <= (0.2 if is_deep else 1e-3), errors
 
 
 def check_logs(run_dir, expected):
@@ -63,11 +78,6 @@ def check_noise(samples):
         surprise += logprobs[action] - mean
         variance += (logprobs.exp() * (logprobs - mean) ** 2).sum()
     assert variance > 0.3 and abs(surprise) < 5 * variance**0.5
-
-
-def share_of(run):
-    """What check_weights() allows: images go through more layers, whose ReLUs rounding may switch."""
-    return 2e-2 if run.traces[0].obs[0].ndim > 1 else 1e-3
 
 
 def ended_in(trace, begin, length):
@@ -177,7 +187,7 @@ def test_impala(flags, monkeypatch):
     reference = Impala(args, run.weights[0], run.traces, num_updates)
     num_actors = len(args.env_id.split(",")) * args.num_actors
     in_turn = InTurn(num_actors, args.group_size, T)
-    unrolls, updates = {}, []
+    unrolls, updates, errors = {}, [], []
     batches = [run.samples(rows["obs"][0]) for rows, _ in run.inputs]
     for k, (new, replayed) in enumerate(new_and_replayed(args, batches)):
         made = [(n, begin, run.acted(n, begin, T)) for n, begin in new]
@@ -193,8 +203,10 @@ def test_impala(flags, monkeypatch):
         losses, targets = reference.learn(batch)
         _, (vs, _) = run.calls["vtrace"][k]
         np.testing.assert_allclose(vs, np.transpose(targets), rtol=2e-3, atol=2e-4)
-        check_weights(reference.weights[k + 1], run.weights[k + 1], run.weights[k], share_of(run))
+        errors.append(errors_of(reference.weights[k + 1], run.weights[k + 1], run.weights[k]))
+        reference.weights[k + 1] = run.weights[k + 1]
         updates.append((new, behind, losses))
+    check_weights(errors, flags)
     logs, ended = impala_logs(args, run.traces, updates)
     check_logs(run.run_dir, logs)
     check_episodes(run.run_dir, ended, frames=3 if args.env_id == "ShortBreakout-v0" else 0)
@@ -283,7 +295,7 @@ def test_off_policy_ppo(flags, monkeypatch):
     reward = np.sign if is_atari else float  # Atari's rewards are clipped
     reference = OffPolicyPPO(args, run.weights[0], run.traces, num_iterations, reward)
     in_turn, held = InTurn(args.num_actors, args.group_size, T), []
-    logs, ended, acts, all_kept = {}, [], [], []
+    logs, ended, acts, all_kept, errors = {}, [], [], [], []
     for k in range(num_iterations):
         begin, end, first = k * args.batch_size, (k + 1) * args.batch_size, len(reference.weights) - 1
         if args.sync:  # who acts when follows from the flags
@@ -315,9 +327,11 @@ def test_off_policy_ppo(flags, monkeypatch):
             last = len(reference.weights) - 1
             check_passes(passes, len(samples), args.sample_reuse)
             check_samples(samples, trained[first:last], run.calls["ppo_loss"][first:last])
-            check_weights(reference.weights[last], run.weights[last], run.weights[first], share_of(run))
+            errors.append(errors_of(reference.weights[last], run.weights[last], run.weights[first]))
+            reference.weights[last] = run.weights[last]
         for tag, x in losses.items():
             logs.setdefault(tag, []).append((end, x))
+    check_weights(errors, flags)
     assert len(reference.weights) == len(run.weights) and len(set(all_kept)) == len(all_kept)
     check_logs(run.run_dir, logs)
     rates = {name: np.array(scalars(run.run_dir, f"charts/{name}_SPS")) for name in ("dropped", "collected")}
