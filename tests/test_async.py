@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import gymnasium as gym
 import numpy as np
 import probes
 import pytest
@@ -14,6 +16,7 @@ import torch
 from conftest import scalars
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import impala_vtrace
 import ppo
 import ppo_async
 import ppo_atari
@@ -402,3 +405,38 @@ def test_processes_explore_apart_from_the_first_step(monkeypatch):
             ppo_async.train(small(env_id="CartPole-v1", artificial_delay=1))
     first, _, second, _ = actions
     assert 0.3 < (first == second).mean() < 0.7
+
+
+class Unhurried(gym.Env):
+    """A step takes 5 ms; all steps are counted."""
+
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,), np.float32), gym.spaces.Discrete(2)
+    steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        Unhurried.steps += 1
+        time.sleep(0.005)
+        return np.zeros(2, np.float32), 0.0, False, False, {}
+
+
+gym.register("Unhurried-v0", Unhurried, disable_env_checker=True)
+
+
+@pytest.mark.parametrize("script", [ppo_async, impala_vtrace], ids=lambda script: script.SCRIPT)
+def test_actors_that_are_closed_end_their_step_not_their_unroll(script):
+    flags = dict(env_id="Unhurried-v0", num_envs=2, batch_unrolls=2, num_steps=300, total_timesteps=600)
+    args = script.Args(**flags, device="cpu")
+    actors = script.Actors(args)
+    actors.start(script.Agent(actors.envs, args), 0, 1)
+    try:
+        begin = Unhurried.steps
+        while Unhurried.steps < begin + 10:
+            time.sleep(0.001)
+    finally:
+        before = Unhurried.steps
+        actors.close()
+    assert Unhurried.steps - before <= 10

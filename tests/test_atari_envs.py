@@ -9,6 +9,7 @@ import torch
 from conftest import games
 
 import ppo_atari
+import ppo_lstm
 
 gym.register_envs(ale_py)
 
@@ -191,3 +192,64 @@ def test_frames_that_six_games_play_by_themselves():
         env.close()
     assert played.pop("NameThisGame") == 134
     assert played == {"AirRaid": 8, "Berzerk": 20, "DoubleDunk": 13, "Pooyan": 1, "YarsRevenge": 7}
+
+
+class Scripted:
+    """An emulator that shows how many frames it has shown; a step does what is said, or nothing.
+
+    As ale-py's, it begins the next game with the action after an end, whatever that is.
+    """
+
+    def __init__(self, *events):
+        self.events, self.shown, self.lives, self.over, self.actions = list(events), 0, 5, False, []
+
+    def show(self):
+        self.shown += 1
+        return np.full((1, 1, 84, 84), self.shown, np.uint8)
+
+    def info(self):
+        return dict(lives=[self.lives], episode_frame_number=[7])
+
+    def reset(self, seed):
+        self.seed = seed
+        return self.show(), self.info()
+
+    def send(self, action):
+        self.actions.append(int(action[0]))
+
+    def recv(self):
+        event = "begin" if self.over else self.events.pop(0) if self.events else ""
+        self.over, self.lives = event == "over", 5 if event == "begin" else self.lives - (event == "life")
+        return self.show(), np.zeros(1), np.array([self.over]), np.array([False]), self.info()
+
+
+def scripted(script, *events):
+    envs = script.make_env(script.Args(env_id="BreakoutNoFrameskip-v4", device="cpu"), len(events))
+    envs.games = [Scripted(*some) for some in events]
+    envs.reset(seed=5)
+    return envs
+
+
+@pytest.fixture(params=[ppo_atari, ppo_lstm], ids=lambda script: script.SCRIPT)
+def player(request):
+    return request.param
+
+
+def test_each_game_has_a_seed_of_its_own(player):
+    """From the vector's seed on, so that no game has one of another process, run or evaluation."""
+    assert [game.seed for game in scripted(player, [], [], []).games] == [5, 6, 7]
+
+
+def test_a_game_that_ends_before_the_agent_acts(player):
+    """With the no-op that begins the next life, or with FIRE: games begin until one is ready to be played."""
+    lost = ["", "", "life"]  # in the agent's first step, after FIRE and the action behind it
+    envs = scripted(player, [*lost, "over"], [*lost], [*lost, "", "over"], [*lost, "", "life"])
+    obs, _, terminated, _, info = envs.step(np.array([3, 3, 3, 3]))
+    assert terminated.all() and info["final_info"]["_episode"].tolist() == [True, False, True, False]
+    assert [game.actions for game in envs.games] == [
+        [1, 2, 3, 0, 0, 1, 2],  # the second no-op begins the next game
+        [1, 2, 3, 0, 1, 2],
+        [1, 2, 3, 0, 1, 0, 2],  # the no-op after FIRE begins the next game
+        [1, 2, 3, 0, 1, 0, 2],  # or the next life
+    ]
+    assert (obs == np.reshape([game.shown for game in envs.games], (4, 1, 1, 1))).all()

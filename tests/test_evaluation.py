@@ -7,7 +7,9 @@ distribution is computed apart (reference/policies.py), and plain emulators play
 import runpy
 import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import emulators
 import gymnasium as gym
@@ -343,3 +345,107 @@ def stacks(frames, begins, is_filled):
         stack = [*stack[1:], frame]
         result.append(np.stack(stack))
     return np.stack(result)
+
+
+@pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.parametrize("script", [ppo_atari, ppo_lstm], ids=lambda script: script.SCRIPT)
+def test_bfloat16_is_that_of_training(script, amp, monkeypatch):
+    """The first convolution of the agent that is evaluated; the others get --amp with their arguments."""
+    args = small_atari_args(script, 8, amp=amp, evaluate="run")
+    Path("run").mkdir()
+    script.save_checkpoint(Path("run"), args, dict(agent=script.Agent(script.make_env(args, 1))))
+    seen = set()
+
+    def stop(self, inputs, output):
+        seen.add(output.dtype)
+        raise InterruptedError
+
+    class Spied(script.Agent):
+        def __init__(self, *inputs):
+            super().__init__(*inputs)
+            [x for x in self.modules() if isinstance(x, torch.nn.Conv2d)][0].register_forward_hook(stop)
+
+    monkeypatch.setattr(script, "Agent", Spied)
+    with pytest.raises(InterruptedError):
+        script.evaluate(args)
+    assert seen == {torch.bfloat16 if amp else torch.float32}
+
+
+# === Videos ===
+
+gym.register("Few/Cart-v0", "gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=9)
+kwargs = gym.spec("QbertNoFrameskip-v4").kwargs | dict(max_num_frames_per_episode=200)  # 40 to 50 steps
+gym.register("Short/QbertNoFrameskip-v4", "ale_py.env:AtariEnv", kwargs=kwargs)
+
+
+@pytest.mark.parametrize("name", sorted(ALL.keys() - {"ppo_atari"}))
+def test_which_episodes_are_filmed(name, monkeypatch):
+    """As many as are evaluated, of an environment that renders; none without a folder."""
+    script, filmed = ALL[name], []
+
+    def film(env, folder, trigger, **kwargs):
+        filmed.append((env.render_mode, folder, [trigger(n) for n in range(5)], kwargs))
+        return env
+
+    monkeypatch.setattr(gym.wrappers, "RecordVideo", film)
+    is_box = name in ("ppo_continuous", "ppo_multidiscrete")
+    args = small_args(script, env_id="Pendulum-v1" if is_box else "gymnasium:Few/Cart-v0", eval_episodes=3)
+    task = [args.env_id] if script is impala_vtrace else []
+    envs = script.make_env(*task, args, 2)
+    assert not filmed and envs.unwrapped.envs[0].render_mode is None
+    script.make_env(*task, args, 1, Path("run/videos"))
+    prefix = dict(name_prefix="gymnasium-Few-Cart-v0") if script is impala_vtrace else {}
+    assert filmed == [("rgb_array", "run/videos", [True] * 3 + [False] * 2, prefix)]
+
+
+@pytest.mark.parametrize("seed", [1, 9])  # with 9, the first game is reset again, as it drew no no-ops
+def test_each_game_is_filmed_from_its_begin_to_its_end(player, seed, monkeypatch):
+    """The twin in colour stays in step; a file for each game has a frame for each step, and none is lost."""
+    clips, last, filmed = [], {}, []
+
+    class Clip:
+        def __init__(self, frames, fps=None):
+            self.frames, self.fps = frames, fps
+
+        def write_videofile(self, path, logger="bar"):
+            Path(path).touch()
+            clips.append((str(path), self.frames))
+            assert (self.fps, logger) == (15, None)
+
+    moviepy = ModuleType("moviepy")
+    moviepy.__spec__, moviepy.ImageSequenceClip = ModuleSpec("moviepy", None), Clip
+    monkeypatch.setitem(sys.modules, "moviepy", moviepy)
+    Path("run").mkdir()
+    args, folder = small_atari_args(player, 8, env_id="Short/QbertNoFrameskip-v4"), Path("run/videos")
+    if player in (ppo_async, impala_vtrace):
+        inputs = [args.env_id, args] if player is impala_vtrace else [args]
+        group = player.Group(*inputs, 1, folder)
+        envs, game, reset, step = group.envs, group.envs, group.reset, group.send
+    else:
+        group = envs = player.make_env(args, 1, folder)
+        game, reset, step = envs.games[0] if hasattr(envs, "games") else envs, envs.reset, envs.step
+    recv, film = game.recv, envs.camera.step
+
+    def received():
+        result = recv()
+        last["game"] = result[-1]
+        return result
+
+    def film_step(actions):
+        result = film(actions)
+        last["twin"] = result[-1]
+        filmed.append(result[0][0, 0].copy())
+        return result
+
+    game.recv, envs.camera.step, games = received, film_step, 0
+    reset(seed=seed)
+    for action in np.random.default_rng(0).integers(6, size=(170, 1)):
+        result = step(action)
+        games += bool(group.receive()[1]) if result is None else "final_info" in result[-1]
+        last |= dict(game=result[-1]) if player is ngu_r2d2 else {}
+    for name in ("lives", "episode_frame_number", "frame_number"):
+        np.testing.assert_array_equal(last["game"][name], last["twin"][name])
+    prefix = "Short-QbertNoFrameskip-v4-" if player is impala_vtrace else ""
+    assert games >= 3 and [path for path, _ in clips] == [f"run/videos/{prefix}{n}.mp4" for n in range(games)]
+    np.testing.assert_array_equal([x for _, frames in clips for x in frames] + group.video, filmed)
+    assert filmed[0].shape == (210, 160, 3) and all(40 <= len(frames) <= 60 for _, frames in clips)
