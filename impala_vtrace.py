@@ -60,7 +60,7 @@ class Args:
 
     # V-trace
     gamma: float = 0.99  # discount factor
-    correction: Literal["vtrace", "one-step-is", "epsilon", "none"] = "vtrace"  # of what is off-policy
+    correction: Literal["vtrace", "one-step-is", "epsilon", "none"] = "vtrace"  # for off-policy data
     rho_bar: float = 1.0  # clip of the importance weights that say which policy is valued
     c_bar: float = 1.0  # clip of the importance weights that say how far back a surprise counts
     vtrace_lambda: float = 1.0  # 0 is the one-step target, 1 the longest
@@ -73,8 +73,8 @@ class Args:
     replay_segments: int = 10_000  # segments in the replay of a process, 6 GB of Atari's
     learning_rate: float = 6e-4  # RMSProp's, before annealing
     anneal_lr: bool = True  # decay the learning rate linearly to 0
-    rmsprop_decay: float = 0.99  # of the mean of squared gradients
-    rmsprop_eps: float = 0.01  # added to it, inside the root
+    rmsprop_decay: float = 0.99  # decay of the mean of squared gradients
+    rmsprop_eps: float = 0.01  # added to that mean, inside the root
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 40.0  # clip of the global gradient norm
@@ -478,13 +478,12 @@ class Exchange:
         self.queue = SimpleQueue()  # Segments, or what an actor raised
         self.room = Semaphore(0)  # an actor takes one for the segments of its two groups
         self.published = None  # the newest copy of the learner's agent, and its version
-        self.taken = 0  # how many Segments the learner took out of the queue
-        self.is_closed = False  # nobody takes any more
+        self.taken = 0  # Segments that the learner took, and for which it has made no room yet
+        self.is_closed = False  # the learner takes no more
 
 
-def act(k: int, groups: list[Group], exchange: Exchange, args: Args):
-    """Plays as actor k, in a thread of its own, as often as there is room, until the exchange is closed."""
-    name = f"actor {k}"
+def act(name: str, groups: list[Group], exchange: Exchange, args: Args):
+    """Plays in a thread of its own, as often as there is room, until the exchange is closed."""
     try:
         torch.set_num_threads(1)
         if args.device == "cuda":  # a stream beside the learner's, on its GPU: a thread begins with device 0
@@ -499,7 +498,7 @@ def act(k: int, groups: list[Group], exchange: Exchange, args: Args):
         exchange.queue.put(error)
 
 
-@torch.no_grad()  # which counts for one thread alone
+@torch.no_grad()  # in this thread alone
 def play(groups: list[Group], exchange: Exchange, args: Args):
     """Puts T steps of each group into the queue, by the newest agent.
 
@@ -566,10 +565,10 @@ def receive(exchange: Exchange, turns: itertools.cycle, args: Args) -> list[Segm
         if isinstance(segments, BaseException):
             raise segments
         batch.append(segments)
-    for n in range(exchange.taken, exchange.taken + len(batch)):
-        if n % 2:  # of a pair
-            exchange.room.release()
     exchange.taken += len(batch)
+    while exchange.taken >= 2:  # an actor needs room for two groups
+        exchange.taken -= 2
+        exchange.room.release()
     return batch
 
 
@@ -644,18 +643,19 @@ def train(args: Args) -> Path:
     actors = [[Group(task, make_env(task, args, args.group_size)) for _ in range(2)] for task in tasks]
     check_tasks(actors)
     exchange, threads = Exchange(), []
-    for k, groups in enumerate(() if args.sync else actors):
-        threads.append(Thread(target=act, name=f"actor {k}", args=(k, groups, exchange, args)))
-        threads[k].start()  # and waits for room
+    if not args.sync:
+        for k, groups in enumerate(actors):
+            name = f"actor {k}"
+            threads.append(Thread(target=act, name=name, args=(name, groups, exchange, args)))
+            threads[k].start()  # and waits for room
     try:
         return learn(actors, exchange, args)
     finally:
         exchange.is_closed = True
+        exchange.room.release(len(actors))
         HEARTBEATS.pop("iteration", None)  # from now on, only an actor that hangs is a stall
-        for _ in threads:
-            exchange.room.release()
         for thread in threads:
-            thread.join()  # until it has ended the environment step that it is in
+            thread.join()  # it ends the environment step that it is in
 
 
 def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
@@ -689,8 +689,7 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
         group.reset(run.seed + k * args.group_size)
         group.state = agent.initial_state(args.group_size)
     publish(agent, run.numbers["iteration"], exchange, args)  # after a GPU has written the states, too
-    for _ in range(args.room):
-        exchange.room.release()
+    exchange.room.release(args.room)
     turns, replay = itertools.cycle(actors), Replay(args.replay_segments)
     num_replayed = (args.batch_segments - args.new_segments) // WORLD_SIZE
     lags, waits, last_log, status = [], [], time.monotonic(), ""

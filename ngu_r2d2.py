@@ -63,11 +63,11 @@ class Args:
     period: int = 40  # steps between the beginnings of an episode's sequences
     replay_steps: int = 100_000  # capacity of all processes; an episode takes one step more than it has
     learning_starts: int = 10_000  # environment steps in the replay before the first update
-    priority_exponent: float = 0.9  # 0 draws uniformly
+    priority_exponent: float = 0.9  # of priorities in a draw; 0 draws uniformly
     priority_eta: float = 0.9  # weight of a sequence's largest TD error, against the mean
     importance_exponent: float = 0.6  # of the weights that correct for priorities
     cross_mixture: float = 0.5  # share of a batch trained on for a policy drawn anew, not for its player
-    save_replay: bool = False  # in the checkpoint, the first process's; others are filled anew
+    save_replay: bool = False  # in the checkpoint; of torchrun's processes, that of the first alone
 
     # R2D2
     learning_rate: float = 5e-4  # Adam's
@@ -84,20 +84,20 @@ class Args:
     max_grad_norm: float = 40.0  # clip of the global gradient norm
 
     # Never Give Up
-    num_policies: int = 2  # their weights of the intrinsic reward go from 0 to beta; drawn by episode
+    num_policies: int = 2  # one is drawn for each episode; weights of the intrinsic reward go from 0 to beta
     beta: float = 0.05  # largest weight of the intrinsic reward, which is not in the paper's unit
     gamma_max: float = 0.99  # discount of the policy with weight 0; the paper's is 0.997
     gamma_min: float = 0.95  # discount of the policy with weight beta
     neighbors: int = 10  # nearest memories of an episode to compare with
-    memory_size: int = 3000  # of an episode, in steps
+    memory_size: int = 3000  # newest steps of an episode that are remembered
     kernel_eps: float = 1e-3  # of the kernel that compares them
     bonus: Bonus = "calibrated"  # scale of the episodic reward; others are as in DI-engine
-    rnd: bool = True  # multiply it by life-long novelty
-    rnd_max: float = 5.0  # the largest factor
-    train_embedding: bool = True  # by inverse dynamics; without, it stays random
+    rnd: bool = True  # multiply the episodic reward by life-long novelty
+    rnd_max: float = 5.0  # largest life-long novelty
+    train_embedding: bool = True  # train the embedding by inverse dynamics; without, it stays random
     embedding_every: int = 500  # updates between copies to the embedding of episodes that begin
     auxiliary_steps: int = 20  # last steps of a sequence that train the embedding and the predictor
-    auxiliary_lr: float = 5e-4  # their learning rate
+    auxiliary_lr: float = 5e-4  # learning rate of both
     last_reward_weight: float = 1.0  # of the last reward that is not zero in an episode's last sequence
 
     # run
@@ -140,7 +140,7 @@ class Args:
 
 
 class AtariGames(AtariVectorEnv):
-    """Atari games in C++, of one frame and all actions, whose episodes are logged like others and filmed."""
+    """Atari games in C++, with one frame and 18 actions. Their episodes are logged as Gymnasium's are."""
 
     def __init__(self, spec: dict, num_envs: int, video_dir: Path | None):
         kept = ("game", "repeat_action_probability", "max_num_frames_per_episode")
@@ -150,8 +150,6 @@ class AtariGames(AtariVectorEnv):
         super().__init__(**kwargs)
         self.video_dir, self.video = video_dir, []
         if video_dir:  # a twin in colour, played with the same seeds and actions
-            if not find_spec("moviepy"):
-                fail("--capture-video: pip install moviepy")
             self.camera = AtariVectorEnv(**kwargs, img_height=210, img_width=160, grayscale=False)
 
     def reset(self, *, seed: int) -> tuple[np.ndarray, dict]:
@@ -191,8 +189,7 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
     gym.register_envs(minigrid)
     spec = gym.registry.get(args.env_id)
     if spec and spec.entry_point == "ale_py.env:AtariEnv":
-        if spec.kwargs["frameskip"] not in (1, 4):
-            fail(f"{args.env_id} skips a random number of frames: take a NoFrameskip-v4 or an ALE/...-v5 id")
+        check_game(spec, video_dir)
         return AtariGames(spec.kwargs, num_envs, video_dir)
 
     def make() -> gym.Env:
@@ -206,8 +203,6 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
         envs = gym.vector.SyncVectorEnv([make] * num_envs, autoreset_mode=same_step)
     except (gym.error.Error, ImportError) as error:
         fail(f"--env-id {args.env_id}: {error}")
-    if envs.envs[0].spec.entry_point == "ale_py.env:AtariEnv":  # without its frames, lives and no-ops
-        fail(f"--env-id {args.env_id}: write {envs.envs[0].spec.id}")
     check_spaces(args.env_id, envs)
     return envs
 
@@ -258,7 +253,7 @@ def scaled_shape(envs: gym.vector.VectorEnv) -> tuple[int, ...]:
 
 
 def encoder(shape: tuple[int, ...], num_features: int) -> nn.Sequential:
-    """Features of scaled observations: pixels, grids such as MiniGrid's 7 x 7, or vectors."""
+    """Network from scaled observations (n, ...) to features (n, num_features)."""
     kind, conv, relu = kind_of(shape), nn.Conv2d, nn.ReLU(inplace=True)
     if kind == "vector":
         layers = [nn.Linear(shape[0], 64), relu]
@@ -287,23 +282,24 @@ class Agent(nn.Module):
         self.value = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, 1))
         self.advantage = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, self.num_actions))
 
+    def features(self, obs: Tensor) -> Tensor:
+        """Features (n, hidden_size) of scaled observations (n, ...)."""
+        with torch.autocast(obs.device.type, torch.bfloat16, self.args.amp):
+            return self.encoder(obs).float()
+
     def forward(self, rows: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
         """Rescaled action values (T, N, num_actions) of rows (T, N, ...), and the state after them.
 
-        rows: as Actor has them; episodes begin in the first alone.
+        rows: as Actor has them, with features() of their observations; episodes begin in the first alone.
         state: (2, N, hidden_size), hidden and cell state before it.
         """
-        obs = rows["obs"]
-        with torch.autocast(obs.device.type, torch.bfloat16, self.args.amp):
-            x = self.encoder(scaled(obs.flatten(0, 1)))
-        features = x.float().unflatten(0, obs.shape[:2])
         one_hot, r_ext = nn.functional.one_hot, rows["r_ext"]
         if self.args.squash_reward:
             r_ext = r_ext.sign() * r_ext.abs().log1p()
         rewards = torch.stack((r_ext, rows["r_int"]), -1)
         actions = one_hot(rows["last_actions"], self.num_actions)
         policies = one_hot(rows["policies"], self.args.num_policies)
-        x = torch.cat((features, actions, rewards, policies), -1)
+        x = torch.cat((rows["features"], actions, rewards, policies), -1)
         state = state * ~rows["starts"][0, :, None]
         x, state = self.lstm(x, (state[:1].contiguous(), state[1:].contiguous()))
         advantage = self.advantage(x)
@@ -418,13 +414,18 @@ def rescaled(novelty: Tensor, mask: Tensor, how: Bonus) -> Tensor:
 
 def q_values(agent: Agent, target: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor, Tensor]:
     """Rescaled action values (L + 1, B, A) of sequences by the online and by the target network."""
-    names = ("obs", "last_actions", "r_ext", "r_int", "policies", "starts")
+    names = ("last_actions", "r_ext", "r_int", "policies", "starts")
     rows, state, q = {name: batch[name] for name in names}, batch["state"], []
+    is_row = torch.arange(args.length + 1, device=state.device)[:, None] <= batch["lengths"]
+    obs = scaled(batch["obs"][is_row])  # padding is not encoded: saves a tenth of the time in short episodes
+    zeros = torch.zeros(*is_row.shape, args.hidden_size, device=state.device)
+    rows["features"] = zeros.index_put((is_row,), agent.features(obs))
     parts = (slice(0, args.burn_in), slice(args.burn_in, None)) if args.burn_in else (slice(None),)
     for part in parts:
         values, state = agent({name: x[part] for name, x in rows.items()}, state.detach())
         q.append(values)  # no gradient reaches back through the state into the burn-in
     with torch.no_grad():
+        rows["features"] = zeros.index_put((is_row,), target.features(obs))
         target_q, _ = target(rows, batch["state"])
     return torch.cat(q), target_q
 
@@ -479,13 +480,14 @@ def mean_over_processes(x: Tensor) -> Tensor:
 
 
 class RunningMoments(nn.Module):
-    """Running mean and variance, mostly of the last `horizon` members seen; buffers."""
+    """Mean and variance of what was seen, for the most part of its last `horizon` members."""
 
     def __init__(self, *shape: int, horizon: float = np.inf):
         super().__init__()
         self.horizon = horizon
-        for name, x in dict(mean=torch.zeros(shape), var=torch.ones(shape), count=torch.tensor(0.0)).items():
-            self.register_buffer(name, x)
+        self.register_buffer("mean", torch.zeros(shape))
+        self.register_buffer("var", torch.ones(shape))
+        self.register_buffer("count", torch.tensor(0.0))
 
     def update(self, x: Tensor):
         """Includes a batch (n, ...), except in evaluation."""
@@ -500,9 +502,12 @@ class RunningMoments(nn.Module):
 
 
 class FrozenEmbedding(nn.Sequential):
-    """A copy of the embedding, for episodes that begin from now on.
+    """A copy of the embedding as it is now, and the mean distance between what it embeds.
 
-    distances: sum and number of squared distances between what it embedded, of the last hundred steps or so.
+    Choice 3: a running mean of all environments, updated before its use, kept across episodes; of the last
+    hundred steps, as the agent changes. Each copy has its own, as each has its own scale.
+
+    distances: running sum and number of squared distances.
     """
 
     def __init__(self, embedding: nn.Sequential, distances: Tensor):
@@ -511,7 +516,7 @@ class FrozenEmbedding(nn.Sequential):
         self.register_buffer("distances", distances)
 
     def note_distances(self, nearest: np.ndarray):
-        """Adds the squared distances of a step (n, neighbors), except in evaluation."""
+        """Includes the finite ones of a step's squared distances, except in evaluation."""
         found = nearest[np.isfinite(nearest)]
         if self.training:
             self.distances.mul_(0.99).add_(self.distances.new_tensor((found.sum(), found.size)))
@@ -522,29 +527,30 @@ class FrozenEmbedding(nn.Sequential):
 
 
 class EpisodicMemory:
-    """Embedded observations (N, memory_size, 32) of the episode in each environment, the newest ones.
+    """The newest observations of the running episode in each environment, embedded.
 
-    An episode keeps the embedding with which it began: what two of them embed cannot be compared.
+    An episode keeps the embedding with which it began, as distances between two embeddings mean nothing.
     """
 
     def __init__(self, num_envs: int, args: Args):
-        self.entries = np.zeros((num_envs, args.memory_size, 32), np.float32)
-        self.counts = np.zeros(num_envs, np.int64)  # of observations so far, those overwritten too
-        self.embeddings = [None] * num_envs
         self.memory_size, self.neighbors = args.memory_size, args.neighbors
+        self.entries = np.zeros((num_envs, args.memory_size, 32), np.float32)  # a ring for each environment
+        self.counts = np.zeros(num_envs, np.int64)  # entries of the episode so far, overwritten ones included
+        self.embeddings = [None] * num_envs  # of the episode in each environment
 
-    def forget(self, where: np.ndarray, embedding: FrozenEmbedding):
-        """Empties it where an episode begins, to be embedded by this embedding."""
-        self.counts[where] = 0
-        for n in where.nonzero()[0]:
+    def begin(self, x: Tensor, starts: np.ndarray, embedding: FrozenEmbedding):
+        """Where an episode starts, forgets all but its first observation, of scaled ones (N, ...)."""
+        self.counts[starts] = 0
+        for n in starts.nonzero()[0]:
             self.embeddings[n] = embedding
+        self.add(self.embed(x), starts)
 
     def users(self) -> list[tuple[FrozenEmbedding, list[int]]]:
-        """The embeddings, and the environments whose episodes began with each."""
+        """Embeddings in use, each with the environments that use it."""
         return [(x, [n for n, used in enumerate(self.embeddings) if used is x]) for x in set(self.embeddings)]
 
     def embed(self, x: Tensor) -> np.ndarray:
-        """Scaled observations (N, ...) embedded, (N, 32), each by the embedding of its episode."""
+        """Embeds scaled observations (N, ...) as (N, 32), each by the embedding of its episode."""
         embedded = np.zeros((len(x), 32), np.float32)
         for embedding, n in self.users():
             embedded[n] = embedding(x[n]).cpu().numpy()
@@ -599,9 +605,9 @@ class Curiosity(nn.Module):
         distances.copy_(mean_over_processes(distances))
 
     def begin(self, obs: np.ndarray, starts: np.ndarray):
-        """Forgets all but the first observation where an episode begins."""
-        self.memory.forget(starts, self.acting_embedding)
-        self.memory.add(self.memory.embed(scaled(torch.as_tensor(obs, device=self.args.device))), starts)
+        """Begins the memory of an episode where one starts (N,), with its first observation (N, ...)."""
+        x = scaled(torch.as_tensor(obs, device=self.args.device))
+        self.memory.begin(x, starts, self.acting_embedding)
 
     def forward(self, obs: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
         """Intrinsic rewards (N,) of arriving at observations (N, ...), alpha (N,) in them, and what to log.
@@ -620,14 +626,12 @@ class Curiosity(nn.Module):
         return reward.astype(np.float32), alpha.astype(np.float32), info
 
     def novelty_in_episode(self, x: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Novelty (N,) of scaled observations among those before in their episodes, and mean distances (N,).
+        """Novelty (N,) of scaled observations (N, ...), and the mean distances (N,) that are its unit.
 
-        They are compared with what was seen before them, and then remembered themselves.
+        An observation is compared with those before it in its episode, and then remembered itself.
         """
         args, embedded = self.args, self.memory.embed(x)
         nearest, mean = self.memory.nearest(embedded), np.zeros(len(x))
-        # Choice 3: a running mean of all environments, updated before its use, kept across episodes; of the
-        # last hundred steps, as the agent changes. Each embedding has its own, as each has its own scale.
         for embedding, n in self.memory.users():
             embedding.note_distances(nearest[n])
             mean[n] = embedding.mean_distance()
@@ -636,15 +640,15 @@ class Curiosity(nn.Module):
             self.novelties.update(torch.from_numpy(novelty).float().to(x.device))
             usual = self.novelties.mean.item()
         novelty /= usual
-        # Choice 2: what is as far as usual is worth 1, and nothing is worth more. Without that, the first
-        # steps of an episode were worth far more than 1, whatever was done. The paper does not divide.
+        # Choice 2: an observation as far away as usual is worth 1, and none is worth more. Without that, the
+        # first steps of an episode were worth far more than 1, whatever was done. The paper does not divide.
         if args.bonus == "calibrated":
             novelty = novelty.clip(max=1)
         self.memory.add(embedded, np.ones(len(x), bool))
         return novelty, mean
 
     def novelty_for_life(self, x: Tensor) -> np.ndarray:
-        """Alpha (N,) of section 2: 1 + (error - mean) / standard deviation of RND errors, in [1, rnd_max]."""
+        """Alpha (N,), section 2: 1 + (RND error - its mean) / its standard deviation, in [1, rnd_max]."""
         self.whitening.update(x)
         errors = self.prediction_errors(x)
         self.errors.update(errors)
@@ -663,9 +667,11 @@ class Curiosity(nn.Module):
         """Loss of inverse dynamics and of the predictor on last_transitions(), and the diagnostics to log."""
         x = scaled(obs.flatten(0, 1))
         embedded = self.embedding(x).unflatten(0, obs.shape[:2])
-        logits, actions = self.inverse(torch.cat((embedded[:-1], embedded[1:]), -1))[mask], actions[mask]
+        logits = self.inverse(torch.cat((embedded[:-1], embedded[1:]), -1)[mask])
+        actions = actions[mask]
         inverse_loss = nn.functional.cross_entropy(logits, actions)
-        rnd_loss = self.prediction_errors(x).unflatten(0, obs.shape[:2])[1:][mask].mean()
+        errors = self.prediction_errors(x).unflatten(0, obs.shape[:2])
+        rnd_loss = errors[1:][mask].mean()
         accuracy = (logits.argmax(-1) == actions).float().mean()
         info = dict(inverse_loss=inverse_loss.detach(), rnd_loss=rnd_loss.detach(), inverse_accuracy=accuracy)
         # L2 of the inverse model alone (table 6): it would take novelty from what was never seen
@@ -674,9 +680,9 @@ class Curiosity(nn.Module):
 
 
 def last_transitions(batch: dict[str, Tensor], steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Observations (steps + 1, B, ...) around each sequence's last steps, their actions, and which steps count.
+    """Observations (steps + 1, B, ...) around the last steps of sequences, their actions, and a mask.
 
-    Actions and mask: (steps, B). The mask is false for padding and for the burn-in.
+    Actions and mask: (steps, B). The mask is false for padding and the burn-in.
     """
     first = (batch["lengths"] - steps).clamp(min=0)
     t = first + torch.arange(min(steps, len(batch["mask"])) + 1, device=first.device)[:, None]
@@ -712,6 +718,7 @@ class Replay:
         self.sequences = np.zeros((0, 3), np.int64)  # environment, first row and length (in steps) of each
         self.priorities = np.zeros(0)
         self.steps = 0  # so far, of all environments: rows but the first ones of episodes
+        self.cut = (args.length, args.period)  # how episodes are cut into sequences
 
     @property
     def num_bytes(self) -> int:
@@ -756,7 +763,7 @@ class Replay:
         return row // self.args.period % self.states.shape[1]
 
     def sample(self, size: int, rng: np.random.Generator) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Places (B,) in the table, their batch, and importance weights (B,)."""
+        """Draws sequences: their places (B,) in the table, and their batch with importance weights (B,)."""
         p = self.priorities**self.args.priority_exponent
         p /= p.sum()
         places = rng.choice(len(p), size, p=p)
@@ -783,9 +790,12 @@ class Replay:
     def state_dict(self) -> dict:
         arrays = self.rows | dict(written=self.written, states=self.states)
         arrays |= dict(sequences=self.sequences, priorities=self.priorities)
-        return {name: torch.from_numpy(x) for name, x in arrays.items()} | dict(steps=self.steps)
+        tensors = {name: torch.from_numpy(x) for name, x in arrays.items()}
+        return tensors | dict(steps=self.steps, cut=self.cut)
 
     def load_state_dict(self, state: dict):
+        if state.get("cut", self.cut) != self.cut:
+            raise ValueError(f"the saved replay has other sequences: (length, period) = {state['cut']}")
         for name, x in (self.rows | dict(written=self.written, states=self.states)).items():
             x[:] = state[name].numpy()
         self.sequences, self.priorities = state["sequences"].numpy(), state["priorities"].numpy()
@@ -827,6 +837,7 @@ class Actor:
         """
         args, N, A, policies = self.args, len(epsilon), self.agent.num_actions, self.row["policies"]
         inputs = {name: torch.as_tensor(x, device=args.device)[None] for name, x in self.row.items()}
+        inputs["features"] = self.agent.features(scaled(inputs["obs"][0]))[None]
         q, self.state = self.agent(inputs, self.state)
         greedy = q[0].argmax(-1).cpu().numpy()
         actions = np.where(rng.random(N) < epsilon, rng.integers(A, size=N), greedy)
@@ -909,7 +920,7 @@ def train(args: Args) -> Path:
 
     if args.compile:
         update = torch.compile(update)
-    first_step, trained_steps, novelties = run.step, 0, []  # trained_steps: in all batches
+    first_step, trained_steps, novelty_log = run.step, 0, []
     actor.reset(run.seed)
     for iteration in run.iterations():
         rng = np.random.default_rng((args.seed, iteration, RANK))
@@ -919,11 +930,11 @@ def train(args: Args) -> Path:
         for _ in range(T):
             row = actor.row
             arrival, episodes, novelty = actor.step(epsilon, rng)
-            run.count_steps(args.num_envs, {})
+            run.step += args.num_envs
             run.episodes += [(run.step, episode) for episode in episodes]
             replay.append(row, arrival, actor.state.cpu().numpy())
             reward += float(arrival["r_ext"].sum())
-            novelties.append(novelty)
+            novelty_log.append(novelty)
         run.check_finite(novelty | dict(reward=reward))  # which the replay would keep for later updates
         if WORLD_SIZE > 1 and args.beta > 0:
             curiosity.merge()
@@ -950,8 +961,8 @@ def train(args: Args) -> Path:
             scalars["replay/sequences"] = len(replay.sequences)
             for name in ("mean", "std", "max") if len(replay.sequences) else ():
                 scalars[f"replay/priority_{name}"] = getattr(replay.priorities, name)()
-            scalars |= {f"curiosity/{name}": np.mean([x[name] for x in novelties]) for name in novelty}
-            novelties = []
+            scalars |= {f"curiosity/{name}": np.mean([x[name] for x in novelty_log]) for name in novelty}
+            novelty_log = []
         run.log(losses, scalars, f" with beta {family[0, 0]:g}", **data)
     envs.close()
     return run.folder
@@ -1035,7 +1046,7 @@ class Run:
                 fail(f"{args.resume}: the processes of torchrun read different checkpoints")
         self.step = self.numbers["iteration"] * args.batch_size
         self.seed = args.seed + self.step + RANK * args.num_envs // WORLD_SIZE  # of the next episodes
-        self.episodes, self.timed_from = [], None
+        self.episodes, self.timed_from, self.is_logged = [], None, True
         if RANK == 0:
             self.writer = start_logging(args, self.folder, self.step)
             style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
@@ -1067,18 +1078,18 @@ class Run:
         self.step += n
         self.episodes += [(self.step, episode) for episode in ended_episodes(info)]
 
-    def log(self, losses: dict[str, Tensor], scalars: dict[str, float], status: str = "", **data):
+    def log(self, losses: dict[str, Tensor], scalars: dict[str, Tensor | float], status="", **data):
         """Logs an iteration. A loss that is not finite ends the run, which names such data, too.
 
-        data: arrays of observations, rewards and values.
+        Of several processes, the first logs its own episodes and losses. data: arrays, such as rewards.
         """
         losses = {f"losses/{name}": float(x) for name, x in losses.items()}
         self.check_finite(losses, data)
         returns = [episode[self.shown] for _, episode in self.episodes if self.shown in episode]
         self.numbers["last_returns"] = (self.numbers["last_returns"] + returns)[-100:]
         if RANK == 0:
-            numbers = [(self.step, losses | scalars | self.speed())] if self.is_logged else []
-            for step, logged in self.episodes + numbers:
+            last = [(self.step, losses | scalars | self.speed())] if self.is_logged else []
+            for step, logged in self.episodes + last:
                 for name, x in logged.items():
                     if np.isfinite(float(x)):
                         self.writer.add_scalar(name, float(x), step)
@@ -1102,7 +1113,7 @@ class Run:
             causes = [name for name, x in (data or {}).items() if not torch.as_tensor(x).isfinite().all()]
             message = f"step {self.step}: not finite: {bad or 'a number of another process'}"
             message += f", and {', '.join(causes)}" if causes else ""
-            saved = self.numbers["iteration"]
+            saved = self.numbers["iteration"]  # changes with each checkpoint
             good = f"{self.folder}/checkpoint.pt, of iteration {saved}" if saved else "none"
             sys.exit(f"{message}; last good checkpoint: {good}" if RANK == 0 else 1)
 
@@ -1127,7 +1138,7 @@ def start_process(args: Args):
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
-        # imported later, as by an optimizer, it would keep the group, whose threads may then abort the exit
+        # An optimizer may import this later; it would then keep the process group alive, and abort the exit.
         from torch import _dynamo  # noqa: F401
 
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
@@ -1173,8 +1184,16 @@ def keep_freed_memory():
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
+def check_game(spec: gym.envs.registration.EnvSpec, video_dir: Path | None):
+    """Fails for an Atari game that skips frames at random, and for videos without the package they need."""
+    if spec.kwargs["frameskip"] not in (1, 4):
+        fail(f"{spec.id} skips a random number of frames: take a NoFrameskip-v4 or an ALE/...-v5 id")
+    if video_dir and not find_spec("moviepy"):
+        fail("--capture-video: pip install moviepy")
+
+
 def lock(run_dir: Path) -> FileLock:
-    """Refuses a run folder in which another process trains. The lock ends with train() or its process."""
+    """Makes a run folder, or refuses one in which another process trains. The lock ends with the process."""
     run_lock = FileLock(run_dir / "lock", is_singleton=True)  # a notebook may resume after an exception
     try:
         run_lock.acquire(blocking=False)
@@ -1298,6 +1317,8 @@ def check(args: Args):
 def check_spaces(env_id: str, envs: gym.vector.VectorEnv):
     """Fails for environments that the agent cannot play."""
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    if envs.envs[0].spec.entry_point == "ale_py.env:AtariEnv":  # without its frames, lives and no-ops
+        fail(f"--env-id {env_id}: write {envs.envs[0].spec.id}")
     if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
         fail(f"{env_id} acts in {action_space}: try ppo_continuous.py, or Discrete actions from 0")
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
@@ -1314,9 +1335,8 @@ def fail(message: str) -> NoReturn:
 
 
 def parse_args(
-    fixed: Sequence[str] = (
-        *("env_id", "seed", "num_envs", "num_steps", "num_policies", "hidden_size", "rnd", "train_embedding"),
-        "save_replay",
+    fixed: Sequence[str] = tuple(
+        "env_id seed num_envs num_steps num_policies hidden_size rnd train_embedding save_replay".split()
     ),
 ) -> Args:
     """The command line. A run that is resumed or evaluated brings its own arguments as defaults.

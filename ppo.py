@@ -3,7 +3,7 @@
 # dependencies = ["filelock>=3.13", "gymnasium[classic-control]>=1.4", "numpy", "tensorboard", "tensordict",
 #     "torch>=2.6", "tqdm", "tyro>=1"]
 # ///
-# ruff: noqa: E402  (what only the lower part needs is imported there)
+# ruff: noqa: E402  (helpers, and what only they import, come after evaluate())
 """PPO for vector observations and discrete actions, with the 13 core details of openai/baselines.
 
     python ppo.py --env-id CartPole-v1 --seed 1     # every field of Args is a flag; see --help
@@ -13,7 +13,7 @@
 
 Paper    Schulman et al. 2017, https://arxiv.org/abs/1707.06347
 Details  numbered as in https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details
-Shapes   T = num_steps, N = num_envs / processes, B = T * N, M = B / num_minibatches
+Shapes   of one process: T = num_steps, N = num_envs / processes, B = T * N, M = B / num_minibatches
 """
 
 import os
@@ -43,7 +43,7 @@ class Args:
     num_steps: int = 128  # steps per environment and rollout (T)
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # GAE: 0 is the one-step advantage, 1 is Monte Carlo
-    bootstrap_truncated: bool = False  # at a time limit, add gamma * value to the reward
+    bootstrap_truncated: bool = False  # at a time limit, add gamma * value of the last observation
 
     # update
     learning_rate: float = 2.5e-4  # Adam's, before annealing
@@ -57,7 +57,7 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # clip of the global gradient norm
-    target_kl: float | None = None  # skip the update's remaining epochs above this KL divergence
+    target_kl: float | None = None  # skip remaining epochs if the KL divergence of a minibatch is above
 
     # run
     device: Literal["cpu", "cuda"] = "cpu"  # where the networks run
@@ -66,14 +66,14 @@ class Args:
     wandb_project_name: str = "ppo"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases user or team
     save_every: int = 100  # iterations between checkpoints
-    stall_seconds: int = 0  # end a run if an iteration, or a step of --evaluate, takes longer; 0: never
+    stall_seconds: int = 0  # exit if an iteration, or a step of --evaluate, takes longer; 0: never
     resume: str | None = None  # run folder to continue, with its own arguments where no flag is given
     evaluate: str | None = None  # run folder whose agent to evaluate instead of training
     eval_episodes: int = 10  # full episodes of --evaluate
     capture_video: bool = False  # record the episodes of --evaluate in the run folder
 
     @property
-    def batch_size(self) -> int:
+    def batch_size(self) -> int:  # of all processes together
         return self.num_envs * self.num_steps
 
     @property
@@ -94,7 +94,9 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
         render = dict(render_mode="rgb_array") if video_dir else {}
         env = gym.make(args.env_id, disable_env_checker=True, **render)
         if video_dir:
-            env = gym.wrappers.RecordVideo(env, str(video_dir), lambda n: n < args.eval_episodes)
+            env = gym.wrappers.RecordVideo(
+                env, str(video_dir), episode_trigger=lambda n: n < args.eval_episodes
+            )
         return gym.wrappers.RecordEpisodeStatistics(env)
 
     same_step = gym.vector.AutoresetMode.SAME_STEP
@@ -116,7 +118,7 @@ class Categorical:
         self.logprobs = logits.log_softmax(-1)
 
     def sample(self) -> Tensor:
-        """Actions (...) by the Gumbel-max trick: minus the log of an exponential variable is Gumbel noise."""
+        """Actions (...) by the Gumbel-max trick: the noise is -log(exponential)."""
         return (self.logprobs - torch.empty_like(self.logprobs).exponential_().log_()).argmax(-1)
 
     def log_prob(self, action: Tensor) -> Tensor:
@@ -190,11 +192,11 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args:
 
     entropy = dist.entropy().mean()
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss  # detail 10: overall loss
-    info = dict(policy_loss=pg_loss.detach(), value_loss=v_loss.detach(), entropy=entropy.detach())
+    metrics = dict(policy_loss=pg_loss.detach(), value_loss=v_loss.detach(), entropy=entropy.detach())
     with torch.no_grad():  # detail 12: debug variables; KL as in http://joschu.net/blog/kl-approx.html
-        info |= dict(old_approx_kl=-logratio.mean(), approx_kl=(ratio - 1 - logratio).mean())
-        info |= dict(clipfrac=((ratio - 1).abs() > clip).float().mean())
-    return loss, info
+        metrics |= dict(old_approx_kl=-logratio.mean(), approx_kl=(ratio - 1 - logratio).mean())
+        metrics |= dict(clipfrac=((ratio - 1).abs() > clip).float().mean())
+    return loss, metrics
 
 
 # === Training ================================================================================
@@ -207,35 +209,34 @@ def train(args: Args) -> Path:
     T, N, device = args.num_steps, args.num_envs // WORLD_SIZE, args.device
     envs = make_env(args, N)
     agent = Agent(envs).to(device)
-    flat = flatten(agent.parameters())  # one tensor for all of them
+    flat = flatten(agent.parameters())  # one vector, of which all parameters and gradients become views
     lr = torch.tensor(args.learning_rate, device=device)  # a tensor, or annealing would recompile
     clip = torch.tensor(args.clip_coef, device=device)  # for the same reason
-    # detail 3: Adam's epsilon. Capturable, as a CUDA graph may hold its step.
+    # detail 3: Adam's epsilon. Capturable, as --compile may put its step in a CUDA graph.
     optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True, capturable=True)
     run = Run(args, agent=agent, optimizer=optimizer)  # with --resume, loads the state of both
-    optimizer.param_groups[0]["lr"] = lr  # not the checkpoint's
+    optimizer.param_groups[0]["lr"] = lr  # loading may have replaced it
 
     @torch.inference_mode()
     def act(obs: Tensor) -> Tensor:
         return agent.policy(obs).sample()
 
-    def update(batch: dict[str, Tensor], clip: Tensor) -> dict[str, Tensor]:
-        loss, losses = ppo_loss(agent, batch, clip, args)
+    def update(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        loss, metrics = ppo_loss(agent, batch, clip, args)
         loss.backward()
         if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients, averaged over the processes of torchrun
             torch.distributed.all_reduce(flat.grad.div_(WORLD_SIZE))
-        norm = flat.grad.norm()  # detail 11: clipping of the global gradient norm
-        flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
+        norm = nn.utils.clip_grad_norm_([flat], args.max_grad_norm)  # detail 11: of the global gradient norm
         optimizer.step()
-        flat.grad.zero_()
-        return losses | dict(grad_norm=norm)
+        flat.grad.zero_()  # in place, for the views
+        return metrics | dict(grad_norm=norm)
 
     act, update = compiled(act, args), compiled(update, args)
     obs = np.zeros((T, *envs.observation_space.shape), np.float32)
     actions = np.zeros((T, *envs.action_space.shape), envs.action_space.dtype)
     rewards, dones = np.zeros((2, T, N), np.float32)
-    next_obs, _ = envs.reset(seed=run.seed)
-    for iteration in run.iterations():
+    next_obs, _ = envs.reset(seed=run.seed)  # args.seed, shifted by process and by the steps before --resume
+    for iteration in run.iterations():  # those that are left; each seeds Python, NumPy and PyTorch
         frac = 1 - iteration / args.num_iterations
         lr.fill_(args.learning_rate * (frac if args.anneal_lr else 1))  # detail 4: learning rate annealing
         clip.fill_(args.clip_coef * (frac if args.anneal_clip else 1))  # auxiliary detail 1: clip annealing
@@ -246,7 +247,7 @@ def train(args: Args) -> Path:
             actions[t] = act(torch.as_tensor(obs[t], device=device)).cpu().numpy()
             next_obs, rewards[t], terminated, truncated, info = envs.step(actions[t])
             dones[t] = terminated | truncated
-            run.count_steps(args.num_envs, info)
+            run.count_steps(args.num_envs, info)  # steps of all processes
             if args.bootstrap_truncated and (cut := truncated & ~terminated).any():  # beyond the blog
                 _, value = agent(torch.as_tensor(np.stack(info["final_obs"][cut]), device=device))
                 rewards[t, cut] += args.gamma * value.detach().cpu().numpy()
@@ -268,17 +269,18 @@ def train(args: Args) -> Path:
         for _ in range(args.update_epochs):
             shuffled = torch.randperm(T * N, device=device)  # detail 6: shuffled minibatches
             for indices in shuffled.chunk(args.num_minibatches):
-                losses = update({name: x[indices] for name, x in batch.items()}, clip)
-                clipfracs.append(losses["clipfrac"])
+                metrics = update({name: x[indices] for name, x in batch.items()})
+                clipfracs.append(metrics["clipfrac"])
             if args.target_kl is not None:  # auxiliary detail 3: early stopping
-                if over_processes("SUM", losses["approx_kl"]) / WORLD_SIZE > args.target_kl:
+                if over_processes("SUM", metrics["approx_kl"]) / WORLD_SIZE > args.target_kl:
                     break
 
         # 4. log
-        losses["clipfrac"] = torch.stack(clipfracs).mean()
+        metrics["clipfrac"] = torch.stack(clipfracs).mean()  # the others are those of the last minibatch
         explained = 1 - batch["advantages"].var() / batch["returns"].var()
         scalars = {"losses/explained_variance": explained, "charts/learning_rate": lr}
-        run.log(losses, scalars, observations=obs, rewards=rewards, values=values)
+        # if a metric is not finite, the arrays tell what else is not
+        run.log(metrics, scalars, observations=obs, rewards=rewards, values=values)
     envs.close()
     return run.folder
 
@@ -288,13 +290,13 @@ def train(args: Args) -> Path:
 
 @torch.no_grad()
 def evaluate(args: Args) -> list[float]:
-    """Returns of full episodes of a run's agent, which samples its actions as in training."""
+    """Returns of full episodes of a run's agent, which samples as in training. args: the run's, and flags."""
     seed_all(args.seed)
     envs = make_env(args, 1, Path(args.evaluate) / "videos" if args.capture_video else None)
     agent, returns = Agent(envs).to(args.device), []
     load_checkpoint(args.evaluate, dict(agent=agent))
     heartbeat("evaluation")
-    obs, _ = envs.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # no seed of training
+    obs, _ = envs.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # above training's seeds
     while len(returns) < args.eval_episodes:
         heartbeat("evaluation")
         dist = agent.policy(torch.as_tensor(obs, device=args.device))
@@ -357,7 +359,7 @@ class Run:
                 fail(f"{args.resume}: the processes of torchrun read different checkpoints")
         self.step = self.numbers["iteration"] * args.batch_size
         self.seed = args.seed + self.step + RANK * args.num_envs // WORLD_SIZE  # of the next episodes
-        self.episodes, self.timed_from = [], None
+        self.episodes, self.timed_from, self.is_logged = [], None, True
         if RANK == 0:
             self.writer = start_logging(args, self.folder, self.step)
             style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
@@ -389,18 +391,18 @@ class Run:
         self.step += n
         self.episodes += [(self.step, episode) for episode in ended_episodes(info)]
 
-    def log(self, losses: dict[str, Tensor], scalars: dict[str, float], status: str = "", **data):
+    def log(self, losses: dict[str, Tensor], scalars: dict[str, Tensor | float], status="", **data):
         """Logs an iteration. A loss that is not finite ends the run, which names such data, too.
 
-        data: arrays of observations, rewards and values.
+        Of several processes, the first logs its own episodes and losses. data: arrays, such as rewards.
         """
         losses = {f"losses/{name}": float(x) for name, x in losses.items()}
         self.check_finite(losses, data)
         returns = [episode[self.shown] for _, episode in self.episodes if self.shown in episode]
         self.numbers["last_returns"] = (self.numbers["last_returns"] + returns)[-100:]
         if RANK == 0:
-            numbers = [(self.step, losses | scalars | self.speed())] if self.is_logged else []
-            for step, logged in self.episodes + numbers:
+            last = [(self.step, losses | scalars | self.speed())] if self.is_logged else []
+            for step, logged in self.episodes + last:
                 for name, x in logged.items():
                     if np.isfinite(float(x)):
                         self.writer.add_scalar(name, float(x), step)
@@ -424,7 +426,7 @@ class Run:
             causes = [name for name, x in (data or {}).items() if not torch.as_tensor(x).isfinite().all()]
             message = f"step {self.step}: not finite: {bad or 'a number of another process'}"
             message += f", and {', '.join(causes)}" if causes else ""
-            saved = self.numbers["iteration"]
+            saved = self.numbers["iteration"]  # changes with each checkpoint
             good = f"{self.folder}/checkpoint.pt, of iteration {saved}" if saved else "none"
             sys.exit(f"{message}; last good checkpoint: {good}" if RANK == 0 else 1)
 
@@ -449,7 +451,7 @@ def start_process(args: Args):
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
-        # imported later, as by an optimizer, it would keep the group, whose threads may then abort the exit
+        # An optimizer may import this later; it would then keep the process group alive, and abort the exit.
         from torch import _dynamo  # noqa: F401
 
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
@@ -498,7 +500,7 @@ def compiled(function: Callable, args: Args) -> Callable:
 
 
 def lock(run_dir: Path) -> FileLock:
-    """Refuses a run folder in which another process trains. The lock ends with train() or its process."""
+    """Makes a run folder, or refuses one in which another process trains. The lock ends with the process."""
     run_lock = FileLock(run_dir / "lock", is_singleton=True)  # a notebook may resume after an exception
     try:
         run_lock.acquire(blocking=False)

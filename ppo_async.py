@@ -377,13 +377,12 @@ class Exchange:
         self.queue = SimpleQueue()  # Segments, or what an actor raised
         self.room = Semaphore(0)  # an actor takes one for the segments of its two groups
         self.published = None  # the newest copy of the learner's agent, and its version
-        self.taken = 0  # how many Segments the learner took out of the queue
-        self.is_closed = False  # nobody takes any more
+        self.taken = 0  # Segments that the learner took, and for which it has made no room yet
+        self.is_closed = False  # the learner takes no more
 
 
-def act(k: int, groups: list[Group], exchange: Exchange, args: Args):
-    """Plays as actor k, in a thread of its own, as often as there is room, until the exchange is closed."""
-    name = f"actor {k}"
+def act(name: str, groups: list[Group], exchange: Exchange, args: Args):
+    """Plays in a thread of its own, as often as there is room, until the exchange is closed."""
     try:
         torch.set_num_threads(1)
         if args.device == "cuda":  # a stream beside the learner's, on its GPU: a thread begins with device 0
@@ -398,7 +397,7 @@ def act(k: int, groups: list[Group], exchange: Exchange, args: Args):
         exchange.queue.put(error)
 
 
-@torch.no_grad()  # which counts for one thread alone
+@torch.no_grad()  # in this thread alone
 def play(groups: list[Group], exchange: Exchange, args: Args):
     """Puts T steps of each group into the queue, by the newest agent.
 
@@ -457,10 +456,10 @@ def receive(exchange: Exchange, turns: itertools.cycle, args: Args) -> list[Segm
         if isinstance(segments, BaseException):
             raise segments
         batch.append(segments)
-    for n in range(exchange.taken, exchange.taken + len(batch)):
-        if n % 2:  # of a pair
-            exchange.room.release()
     exchange.taken += len(batch)
+    while exchange.taken >= 2:  # an actor needs room for two groups
+        exchange.taken -= 2
+        exchange.room.release()
     return batch
 
 
@@ -516,18 +515,19 @@ def train(args: Args) -> Path:
     size = args.group_size
     actors = [[Group(args.env_id, make_env(args, size)) for _ in range(2)] for _ in range(args.num_actors)]
     exchange, threads = Exchange(), []
-    for k, groups in enumerate(() if args.sync else actors):
-        threads.append(Thread(target=act, name=f"actor {k}", args=(k, groups, exchange, args)))
-        threads[k].start()  # and waits for room
+    if not args.sync:
+        for k, groups in enumerate(actors):
+            name = f"actor {k}"
+            threads.append(Thread(target=act, name=name, args=(name, groups, exchange, args)))
+            threads[k].start()  # and waits for room
     try:
         return learn(actors, exchange, args)
     finally:
         exchange.is_closed = True
+        exchange.room.release(len(actors))
         HEARTBEATS.pop("iteration", None)  # from now on, only an actor that hangs is a stall
-        for _ in threads:
-            exchange.room.release()
         for thread in threads:
-            thread.join()  # until it has ended the environment step that it is in
+            thread.join()  # it ends the environment step that it is in
 
 
 def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
@@ -562,8 +562,7 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
     for k, group in enumerate(itertools.chain(*actors)):  # a resumed run begins new episodes
         group.reset(run.seed + k * args.group_size)
     publish(agent, version, exchange, args)
-    for _ in range(args.room):
-        exchange.room.release()
+    exchange.room.release(args.room)
     turns, last_log = itertools.cycle(actors), time.monotonic()
     for _ in run.iterations():
         frac = 1 - version / args.num_iterations  # only an update is progress

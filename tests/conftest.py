@@ -37,10 +37,11 @@ test_benchmark.py::test_a_run_of test_benchmark.py::test_a_run_without test_benc
 test_benchmark.py::test_a_worse test_benchmark.py::test_a_wrong test_benchmark.py::test_disco
 test_benchmark.py::test_help test_benchmark.py::test_mistakes_of_compare test_benchmark.py::test_other
 test_benchmark.py::test_run test_benchmark.py::test_same_finds test_benchmark.py::test_staleness
-test_benchmark.py::test_stop test_contract.py::test_atari_evaluation test_contract.py::test_camera
+test_benchmark.py::test_stop test_contract.py::test_a_second test_contract.py::test_atari_evaluation
+test_contract.py::test_camera test_contract.py::test_heart test_contract.py::test_randomness
 test_contract.py::test_checkpoint test_contract.py::test_compile test_contract.py::test_copy
 test_contract.py::test_evaluation test_contract.py::test_flags_change test_contract.py::test_killed
-test_contract.py::test_nothing test_contract.py::test_numbers test_contract.py::test_same_seed
+test_contract.py::test_numbers test_contract.py::test_same_seed
 test_contract.py::test_signal test_contract.py::test_stopped test_contract.py::test_tracking
 test_contract.py::test_video test_decoupled.py test_details_continuous.py::test_detail_3
 test_details_lstm.py::test_detail_3 test_details_multidiscrete.py::test_detail_3 test_devices.py
@@ -135,13 +136,10 @@ class AlignedGames(gym.vector.VectorEnv):
         return self.observe(), {}
 
     def step(self, actions):
-        self.send(actions)
+        self.actions = actions
         return self.recv()
 
-    def send(self, actions, games=None):
-        self.actions = actions
-
-    def recv(self, games=None):
+    def recv(self):
         self.t = (self.t + 1) % self.length
         over = np.full(self.num_envs, self.t == 0)
         episode, infos = dict(r=np.ones(self.num_envs), l=np.ones(self.num_envs)), {}

@@ -121,10 +121,8 @@ def test_in_turn_it_is_the_update_of_ppo_atari(monkeypatch):
         def close(self):
             pass
 
-        def send(self, actions, _):
+        def step(self, actions):
             assert np.array_equal(actions, data["actions"][self.t])
-
-        def recv(self, _):
             rewards, ended = np.sign(data["rewards"][self.t]), data["dones"][self.t] > 0
             self.t += 1
             return data["obs"][self.t], rewards, ended, ended & False, {}
@@ -450,5 +448,6 @@ def test_actors_that_are_closed_end_their_step_not_their_segment(script):
             time.sleep(0.001)
     finally:
         before, exchange.is_closed = Unhurried.steps, True
+        exchange.room.release()
         actor.join()
     assert Unhurried.steps - before <= 10 and exchange.queue.empty()

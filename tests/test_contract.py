@@ -959,7 +959,7 @@ def test_a_second_loss_may_stand_anywhere_in_the_loop(name, monkeypatch):
             second_loss(run, method)
 
         monkeypatch.setattr(script.Run, method, spy)
-    args = small_args(script)
+    args = small_args(script, env_id=QUICK.get(script, "CartPole-v1"))
     script.train(replace(args, total_timesteps=2 * args.batch_size))
     assert places.count("iterations") == places.count("log") == 2
     assert "count_steps" in places or script in (impala_vtrace, ppo_async)  # whose actors take the steps
@@ -979,7 +979,7 @@ def test_randomness_of_python_and_numpy_repeats(name, monkeypatch):
         return script.train(args), drawn.copy()
 
     monkeypatch.setattr(script.Run, "log", log)
-    args = small_args(script)
+    args = small_args(script, env_id=QUICK.get(script, "CartPole-v1"))
     args.total_timesteps = 2 * args.batch_size
     (_, first), (run_dir, again), (_, other) = (drawn_by(replace(args, seed=seed)) for seed in (1, 1, 2))
     assert first == again and len({x for pair in first + other for x in pair}) == 4 * len(first) == 8

@@ -15,6 +15,7 @@ import probes
 import pytest
 import torch
 from conftest import scalars, small_args, wait_for
+from test_async import acting
 
 import impala_vtrace
 import ppo_async
@@ -28,7 +29,7 @@ def script(request):
 
 
 def small(script, **flags):
-    """An iteration of 64 steps, an unroll of each of 4 environments."""
+    """An iteration of 64 steps, a segment of each of 4 environments."""
     return small_args(script, **dict(total_timesteps=64 * 10, sync=False) | flags)
 
 
@@ -61,15 +62,15 @@ def test_environment_that_raises_ends_the_run_with_its_own_traceback(script):
 
 @pytest.mark.parametrize("flags", [["--no-sync"], ["--sync"], ["--num-actors", 2, "--batch-segments", 1]])
 def test_environment_that_hangs_is_shown_and_ends_the_run(script, flags):
-    """Though another actor goes on, with which batches of a single unroll are complete."""
+    """Though another actor goes on, with which batches of a single segment are complete."""
     flags = ("probes:Hang-v0", "--stall-seconds", 3, "--save-every", 1, *flags)
     ended(script, *flags, code=1, words=r'(?s)--stall-seconds 3: nothing .*probes.py", line \d+ in reward')
     (run_dir,) = Path("runs").iterdir()
     assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"] > 0
 
 
-def test_the_end_waits_for_a_step_and_not_for_an_unroll(script):
-    """When the learner has saved its last checkpoint, the actors are at unrolls of 2 s that nobody takes."""
+def test_the_end_waits_for_a_step_and_not_for_a_segment(script):
+    """When the learner has saved its last checkpoint, the actors are at segments of 2 s that nobody takes."""
     run_dir = script.train(small(script, env_id="Slow-v0", num_envs=2, num_steps=10, total_timesteps=20 * 2))
     assert time.time() - (run_dir / "checkpoint.pt").stat().st_mtime < 1
     assert not actors_alive()
@@ -136,7 +137,7 @@ def test_sigterm_saves_and_goes_on_from_there(script):
 
 def test_non_finite_loss_stops_the_run(script):
     with pytest.raises(
-        SystemExit, match=r"iteration \d+: not finite: .*; last good checkpoint: runs/.*iteration"
+        SystemExit, match=r"step \d+: not finite: .*, and rewards.*; last good checkpoint: runs/.*iteration"
     ):
         script.train(small(script, env_id="NanReward-v0", total_timesteps=32 * 40, save_every=1))
 
@@ -144,20 +145,19 @@ def test_non_finite_loss_stops_the_run(script):
 def test_published_agent_is_a_copy(script):
     """What the learner does to its parameters afterwards does not reach the actors."""
     args = small(script, sync=True)
-    actors = script.Actors(args)
-    agent = script.Agent(actors.envs, args)
-    actors.publish(agent, 3)
-    acting, version = actors.published
-    before = [parameter.clone() for parameter in acting.parameters()]
+    _, agent, exchange = acting(script, args)
+    script.publish(agent, 3, exchange, args)
+    copy, version = exchange.published
+    before = [parameter.clone() for parameter in copy.parameters()]
     with torch.no_grad():
         for parameter in agent.parameters():
             parameter.add_(1)
     assert version == 3 and len(before) > 3
-    assert all(torch.equal(a, b) for a, b in zip(before, acting.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, copy.parameters(), strict=True))
 
 
 def test_defaults_are_on_policy_in_turn_and_one_version_behind_beside_the_learner(script, capsys):
-    """The geometry of the defaults: environments, actors and unrolls of a batch."""
+    """The geometry of the defaults: environments, actors and segments of a batch."""
     tag = "charts/policy_lag_max" if script is impala_vtrace else "staleness/max"
     for sync, most in ((True, 0), (False, 1)):
         args = script.Args(env_id="CartPole-v1", num_steps=8, sync=sync, device="cpu")
@@ -171,13 +171,13 @@ def test_defaults_are_on_policy_in_turn_and_one_version_behind_beside_the_learne
 @pytest.mark.parametrize("num_actors", [1, 2, 3])
 def test_no_actor_runs_ahead_of_the_others(script, num_actors, monkeypatch, capsys):
     """One that is done first, while the learner is slow, must not take the room of another's second group."""
-    publish = script.Actors.publish
+    publish = script.publish
 
-    def slow(self, agent, version):
+    def slow(*inputs):
         time.sleep(0.02)
-        publish(self, agent, version)
+        publish(*inputs)
 
-    monkeypatch.setattr(script.Actors, "publish", slow)
+    monkeypatch.setattr(script, "publish", slow)
     args = small(script, num_actors=num_actors, num_envs=4 * num_actors, batch_segments=4 * num_actors)
     args.total_timesteps = args.batch_size * 40
     run_dir = script.train(args)
@@ -210,9 +210,7 @@ def test_geometry_with_more_lag_is_told_once(script, flags, words, capsys):
 
 def group_of(script, env_id):
     """Two environments that have begun."""
-    args = small(script, env_id=env_id, num_envs=4)
-    group = script.Group(env_id, args, 2) if script is impala_vtrace else script.Group(args, 2)
-    group.reset(seed=3)
+    (group, _), *_ = acting(script, small(script, env_id=env_id, num_envs=4), seed=3)
     return group
 
 
@@ -256,8 +254,7 @@ def test_observations_have_the_type_of_their_space(script, shape):
 
     gym.register("Wide-v0", entry_point=Wide, disable_env_checker=True)
     args = small(script, env_id="Wide-v0", sync=True, bootstrap_truncated=True, num_steps=8)
-    actors = script.Actors(args)
-    actors.start(script.Agent(actors.envs, args), 0, seed=1)
-    batch = actors.receive()
-    found = [obs for obs in batch[0].data["final_obs"].flat if obs is not None]
+    groups, _, exchange = acting(script, args)
+    script.play(groups, exchange, args)
+    found = [obs for obs in exchange.queue.get().data["final_obs"].flat if obs is not None]
     assert len(found) == 4 and all(obs.dtype == np.uint8 and (obs == 4).all() for obs in found)

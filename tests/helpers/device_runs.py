@@ -42,7 +42,7 @@ RUNS = {
     "ppo_multidiscrete-masks": FEW | dict(env_id="Masked-v0"),
     "ppo_multidiscrete-choice": FEW | dict(env_id="FirstChooses-v0"),
     "ppo_async": GROUPS | CUT | dict(num_steps=16),
-    "ppo_async-atari": ATARI | GROUPS | dict(num_steps=8, gae_on_learner=True, amp=True),
+    "ppo_async-atari": ATARI | GROUPS | dict(num_steps=8, amp=True),
     "impala_vtrace": GROUPS | CUT | dict(log_every=1),
     "impala_vtrace-atari": ATARI | GROUPS | dict(network="deep", amp=True, log_every=1),
     "impala_vtrace-lstm": GROUPS | CUT | dict(lstm=True, replay_fraction=0.5, log_every=1),

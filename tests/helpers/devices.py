@@ -81,13 +81,13 @@ def test_more_processes_than_gpus_are_a_mistake(run, gpu, monkeypatch, capsys):
 def test_what_is_published_is_complete(run, gpu, monkeypatch):
     """publish() copies on the learner's stream, for which the streams of the actors do not wait."""
     script, ready = script_of(run), []
-    publish = script.Actors.publish
+    publish = script.publish
 
-    def checked(self, agent, version):
-        publish(self, agent, version)
-        ready.append(all(gpu.is_ready(x) for x in self.published[0].parameters()))
+    def checked(agent, version, exchange, args):
+        publish(agent, version, exchange, args)
+        ready.append(all(gpu.is_ready(x) for x in exchange.published[0].parameters()))
 
-    monkeypatch.setattr(script.Actors, "publish", checked)
+    monkeypatch.setattr(script, "publish", checked)
     script.train(make_args(run, iterations=4))
     assert ready and all(ready), f"{ready.count(False)} of {len(ready)} were still being written"
 

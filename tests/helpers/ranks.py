@@ -84,7 +84,7 @@ def recorded(
     torch.randperm = note_result(record["permutations"], torch.randperm)
     if script.SCRIPT == "ppo_atari":
         script.AtariEnvs.reset = note_reset(record, script.AtariEnvs.reset)
-        script.AtariEnvs.send = note_actions(record, script.AtariEnvs.send)
+        script.AtariEnvs.step = note_step(record, script.AtariEnvs.step)
     if hasattr(script, "Replay"):
         script.Replay.sample = note_draws(record, script.Replay.sample)
     if script.SCRIPT == "ngu_r2d2":
@@ -138,14 +138,6 @@ def note_step(record: dict, step):
         obs, rewards, terminated, truncated, info = step(self, actions)
         record["steps"].append((np.array(actions), np.array(obs), np.array(rewards), terminated | truncated))
         return obs, rewards, terminated, truncated, info
-
-    return noted
-
-
-def note_actions(record: dict, send):
-    def noted(self, actions, *games):
-        record["steps"].append((np.array(actions),))
-        return send(self, actions, *games)
 
     return noted
 

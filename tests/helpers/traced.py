@@ -125,43 +125,32 @@ for kind in (TracedGame, TracedGameTwin):
 
 
 class Games(gym.vector.VectorEnv):
-    """Stands for the emulators of ppo_atari.py: some of its environments can be stepped alone."""
+    """Stands for the emulators of ppo_atari.py."""
 
     def __init__(self, env_id: str, num_envs: int):
         self.num_envs = num_envs
         self.envs = [gym.wrappers.RecordEpisodeStatistics(gym.make(env_id)) for _ in range(num_envs)]
         self.single_observation_space = self.envs[0].observation_space
         self.single_action_space = self.envs[0].action_space
-        self.obs, self.actions = np.zeros((num_envs, 4, 84, 84), np.uint8), np.zeros(num_envs, int)
 
     def reset(self, *, seed, options=None):
-        for n, env in enumerate(self.envs):
-            self.obs[n] = env.reset(seed=seed + n)[0]
-        return self.obs, {}
-
-    def send(self, actions, games=slice(None)):
-        self.actions[games] = actions
-
-    def recv(self, games=slice(None)):
-        rewards, over = np.zeros((2, self.num_envs))
-        terminated, truncated = np.zeros((2, self.num_envs), bool)
-        episode, final_obs = dict(r=np.zeros(self.num_envs), l=np.zeros(self.num_envs)), self.obs.copy()
-        for n in range(self.num_envs)[games]:
-            self.obs[n], reward, terminated[n], truncated[n], info = self.envs[n].step(self.actions[n])
-            rewards[n] = np.sign(reward)
-            if terminated[n] or truncated[n]:
-                final_obs[n] = self.obs[n]
-                for name in ("r", "l"):
-                    episode[name][n] = info["episode"][name]
-                self.obs[n] = self.envs[n].reset()[0]
-        over = terminated | truncated
-        info = dict(final_obs=final_obs[games]) if over.any() else {}
-        info |= dict(final_info=dict(episode=episode, _episode=over)) if over.any() else {}
-        return self.obs[games], rewards[games], terminated[games], truncated[games], info
+        return np.stack([env.reset(seed=seed + n)[0] for n, env in enumerate(self.envs)]), {}
 
     def step(self, actions):
-        self.send(actions)
-        return self.recv()
+        obs, rewards = np.zeros((self.num_envs, 4, 84, 84), np.uint8), np.zeros(self.num_envs)
+        terminated, truncated = np.zeros((2, self.num_envs), bool)
+        episode, final_obs = dict(r=np.zeros(self.num_envs), l=np.zeros(self.num_envs)), obs.copy()
+        for n in range(self.num_envs):
+            obs[n], reward, terminated[n], truncated[n], info = self.envs[n].step(actions[n])
+            rewards[n] = np.sign(reward)
+            if terminated[n] or truncated[n]:
+                final_obs[n] = obs[n]
+                for name in ("r", "l"):
+                    episode[name][n] = info["episode"][name]
+                obs[n] = self.envs[n].reset()[0]
+        over = terminated | truncated
+        info = dict(final_obs=final_obs, final_info=dict(episode=episode, _episode=over)) if over.any() else {}
+        return obs, rewards, terminated, truncated, info
 
 
 BASE = dict(num_envs=2, num_steps=8, total_timesteps=32, device="cpu")
