@@ -541,7 +541,7 @@ def save_checkpoint(run_dir: Path, args: Args, parts: dict, numbers: dict):
 
 
 def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Iterable[str] = ()) -> dict:
-    """What save_checkpoint() saved, with Args. Parts take on their saved state. Numbers must be there."""
+    """Reads what save_checkpoint() saved, with Args. Parts take on their state. Numbers must be there."""
     path = Path(run_dir) / "checkpoint.pt"
     try:
         if damaged := ZipFile(path).testzip():  # torch.load compares no checksums

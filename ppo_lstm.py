@@ -349,6 +349,7 @@ def compute_gae(rewards, values, dones, next_value, gamma: float, lam: float) ->
 
 def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args: Args) -> tuple[Tensor, dict]:
     """Loss of a minibatch of tensors (T, M, ...) of M environments, and the diagnostics to log."""
+    # detail 36: the state before the rollout is kept, and those after it are rebuilt
     dist, value, _ = agent(batch["obs"], batch["state"], batch["starts"])
     logratio = dist.log_prob(batch["actions"]) - batch["logprobs"]
     ratio, advantages = logratio.exp(), batch["advantages"]
@@ -456,7 +457,8 @@ def train(args: Args) -> Path:
         # 3. update
         clipfracs = []
         for _ in range(args.update_epochs):
-            shuffled = torch.randperm(N, device=device)  # detail 35: minibatches of whole environments
+            # detail 35: minibatches of whole environments
+            shuffled = torch.randperm(N, device=device)  # detail 6: shuffled minibatches
             for indices in shuffled.chunk(args.num_minibatches):
                 minibatch = {name: x[:, indices] for name, x in batch.items()}
                 metrics = update(minibatch | dict(state=initial_state[:, indices]))
@@ -753,7 +755,7 @@ def save_checkpoint(run_dir: Path, args: Args, parts: dict, numbers: dict):
 
 
 def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Iterable[str] = ()) -> dict:
-    """What save_checkpoint() saved, with Args. Parts take on their saved state. Numbers must be there."""
+    """Reads what save_checkpoint() saved, with Args. Parts take on their state. Numbers must be there."""
     path = Path(run_dir) / "checkpoint.pt"
     try:
         if damaged := ZipFile(path).testzip():  # torch.load compares no checksums
