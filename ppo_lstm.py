@@ -390,7 +390,7 @@ def train(args: Args) -> Path:
     flat = flatten(agent.parameters())  # one vector, of which all parameters and gradients become views
     lr = torch.tensor(args.learning_rate, device=device)  # a tensor, or annealing would recompile
     clip = torch.tensor(args.clip_coef, device=device)  # for the same reason
-    # detail 3: Adam's epsilon. Capturable, as its learning rate is a tensor.
+    # detail 3: Adam's epsilon. Capturable as in ppo.py, whose update() needs it.
     optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True, capturable=True)
     run = Run(args, agent=agent, optimizer=optimizer)  # with --resume, loads the state of both
     optimizer.param_groups[0]["lr"] = lr  # loading may have replaced it
@@ -413,7 +413,7 @@ def train(args: Args) -> Path:
 
     act = compiled(act, args)
     if args.compile:
-        update = torch.compile(update)  # without a CUDA graph, as it asks where episodes begin
+        update = torch.compile(update)  # not compiled(), as it asks the device where episodes begin
     obs_dtype = torch.uint8 if is_game else torch.float32
     obs = torch.zeros((T, N, *envs.single_observation_space.shape), dtype=obs_dtype, device=device)
     starts = torch.zeros((T, N), dtype=torch.bool, device=device)
@@ -440,8 +440,9 @@ def train(args: Args) -> Path:
             if args.bootstrap_truncated and (cut := truncated & ~terminated).any():  # beyond the blog
                 final_obs = torch.as_tensor(np.stack(info["final_obs"][cut]), device=device)
                 no_starts = torch.zeros((1, len(final_obs)), dtype=torch.bool, device=device)
-                _, value, _ = agent(final_obs[None], state[:, torch.as_tensor(cut)], no_starts)
-                rewards[t, cut] += args.gamma * value[0].detach().cpu().numpy()
+                with torch.no_grad():  # with gradients, an LSTM on a CPU rounds otherwise
+                    _, value, _ = agent(final_obs[None], state[:, torch.as_tensor(cut)], no_starts)
+                rewards[t, cut] += args.gamma * value[0].cpu().numpy()
 
         # 2. advantages
         batch = dict(obs=obs, starts=starts, actions=actions, logprobs=logprobs, values=values)

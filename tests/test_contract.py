@@ -1033,7 +1033,7 @@ def test_a_changed_policy_acts_trains_and_is_evaluated(name, monkeypatch):
     run_dir = script.train(args)
     script.evaluate(replace(args, evaluate=str(run_dir), eval_episodes=1))
     assert len(taken) > 64 and np.allclose(taken, 0.75 if script is ppo_continuous else 1, atol=0.02)
-    assert all(abs(x) < 1e-5 for _, x in scalars(run_dir, "losses/approx_kl"))
+    assert all(x < 0.01 for _, x in scalars(run_dir, "losses/entropy"))  # of what is trained
 
 
 @pytest.mark.parametrize("name", SCRIPTS | OTHERS)

@@ -540,7 +540,7 @@ class Counting(ppo_lstm.Agent):
         values = []
         for x, is_start in zip(obs, starts, strict=True):
             state = state * ~is_start[:, None] + 1
-            values.append(x[:, 0].float() + 1000 * state[0, 0, :, 0])
+            values.append(x[:, 0].float() + 1000 * state[0, :, 0])
         return ppo_lstm.Categorical(torch.zeros(*obs.shape[:2], 2)), torch.stack(values), state
 
 

@@ -31,13 +31,13 @@ def test_detail_33_the_first_state_is_zero(monkeypatch):
     losses = watch(monkeypatch, ppo_lstm, "ppo_loss")
     ppo_lstm.train(lstm_args(num_minibatches=1, update_epochs=1))
     assert (losses[0][0][1]["state"] == 0).all() and losses[0][0][1]["starts"][0].all()
-    assert losses[0][0][1]["state"].shape == (2, 1, 4, 128)
+    assert losses[0][0][1]["state"].shape == (2, 4, 128)
 
 
 def test_detail_34_the_state_is_reset_where_an_episode_starts():
     """From a start on, outputs are those of the rest alone; other environments are not touched."""
     agent, obs = lstm_agent(), torch.randn(9, 3, 2)
-    starts, state = torch.zeros(9, 3, dtype=torch.bool), torch.randn(2, 1, 3, 128)
+    starts, state = torch.zeros(9, 3, dtype=torch.bool), torch.randn(2, 3, 128)
     plain, _, _ = agent(obs, state, starts)
     starts[4, 1] = starts[0, 2] = True
     dist, value, after = agent(obs, state, starts)
@@ -47,7 +47,7 @@ def test_detail_34_the_state_is_reset_where_an_episode_starts():
         rest = agent(obs[first:, [env]], agent.initial_state(1), starts[first:, [env]])
         torch.testing.assert_close(dist.logprobs[first:, env], rest[0].logprobs[:, 0])
         torch.testing.assert_close(value[first:, env], rest[1][:, 0])
-        torch.testing.assert_close(after[:, :, env], rest[2][:, :, 0])
+        torch.testing.assert_close(after[:, env], rest[2][:, 0])
         assert not torch.allclose(dist.logprobs[first:, env], plain.logprobs[first:, env])
     state_now, steps = state, []  # as one step after the other
     for t in range(9):

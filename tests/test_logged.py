@@ -339,7 +339,7 @@ def auxiliary_numbers(run: Run, k: int) -> dict[str, float]:
 
 def expected_of_ngu(run: Run) -> dict[str, list]:
     args, tags, completed = run.args, defaultdict(list), table_of_sequences(run)
-    infos, priorities, k, last = novelties(run), np.zeros(0), 0, 0
+    infos, priorities, times, k, last = novelties(run), np.zeros(0), [], 0, 0
     trained = np.cumsum([call.batch["mask"].sum().item() for call in run.losses])
     for i in range(args.num_iterations):
         for n in (n for at in completed[i * args.num_steps : (i + 1) * args.num_steps] for n in [len(at)]):
@@ -349,12 +349,14 @@ def expected_of_ngu(run: Run) -> dict[str, list]:
         for _ in range(args.updates_per_rollout if step >= args.learning_starts else 0):
             priorities[run.notes.places[k]] = run.losses[k].priorities + 1e-6
             k += 1
+        times.append((step, seconds(step, k)))
         if (i + 1) % args.log_every and i + 1 < args.num_iterations:
             continue
         numbers = ngu_numbers(run, k - 1) | auxiliary_numbers(run, k - 1)
         names = ("td_loss", "q", "target", "intrinsic_reward", "inverse_loss", "inverse_accuracy", "rnd_loss")
         found = {f"losses/{name}": numbers[name] for name in names}
-        found["charts/SPS"] = step / seconds(step, k)
+        found["losses/grad_norm"] = run.losses[k - 1].norm
+        found["charts/SPS"] = dict(speeds(times))[step]
         found["charts/replay_ratio"] = trained[k - 1] / step
         found["replay/sequences"] = len(priorities)
         for name, x in dict(mean=priorities.mean(), std=priorities.std(), max=priorities.max()).items():

@@ -85,8 +85,8 @@ def play(args, steps, seed=1, check=lambda replay, rows: None):
     N = args.num_envs
     envs = make_env(args, N)
     agent, curiosity = Agent(envs, args), Curiosity(envs, args)
-    actor, rng = Actor(args, envs, agent, curiosity, seed), np.random.default_rng(seed)
-    replay = Replay(args, actor.row)
+    actor, rng, replay = Actor(args, envs, agent, curiosity), np.random.default_rng(seed), Replay(args, envs)
+    actor.reset(seed)
     history, rows, original = [[] for _ in range(N)], [[] for _ in range(N)], agent.forward
 
     def note(row):
@@ -318,8 +318,8 @@ def test_network_is_fed_what_led_to_its_observation():
     """Of its own environment; nothing at the start of an episode; the raw reward, the novelty of arrival."""
     args = small()
     envs, rng = make_env(args, 3), np.random.default_rng(0)
-    actor = Actor(args, envs, Agent(envs, args), Curiosity(envs, args), 1)
-    starts = 0
+    actor, starts = Actor(args, envs, Agent(envs, args), Curiosity(envs, args)), 0
+    actor.reset(1)
     with torch.no_grad():
         for _ in range(60):
             arrival, _, _ = actor.step(np.full(3, 1.0), rng)
@@ -397,9 +397,14 @@ def test_evaluation_plays_the_first_policy_alone(monkeypatch):
 def curiosity_of(num_envs=1, **flags):
     args = small(num_envs=num_envs, **flags)
     curiosity = Curiosity(make_env(args, num_envs), args)
-    curiosity.acting_embedding = torch.nn.ZeroPad1d((0, 29))  # the observation itself
-    curiosity.acting_embedding.register_buffer("distances", torch.zeros(2))
+    curiosity.acting_embedding = itself()
     return curiosity
+
+
+def itself(*more):
+    """An embedding that pads an observation, and does more."""
+    layers = torch.nn.Sequential(torch.nn.ZeroPad1d((0, 29)), *more)
+    return ngu_r2d2.FrozenEmbedding(layers, torch.zeros(2))
 
 
 def at(*x):
@@ -441,11 +446,11 @@ def test_distances_are_squared_and_of_earlier_arrivals_alone():
     curiosity = curiosity_of(rnd=False, memory_size=5, neighbors=3)
     curiosity.begin(at(0.0), np.ones(1, bool))
     for x in range(1, 12):  # the memory wraps around: what arrives is never compared with itself
-        nearest = curiosity.nearest(np.pad([[float(x)]], ((0, 0), (0, 31))))
+        nearest = curiosity.memory.nearest(np.pad([[float(x)]], ((0, 0), (0, 31))))
         expected = [d**2 if d <= x else np.inf for d in (1, 2, 3)]
         assert sorted(nearest[0].tolist()) == expected
         curiosity(at(float(x)))
-    assert curiosity.remembered[0] == 12
+    assert curiosity.memory.counts[0] == 12
 
 
 @torch.no_grad()
@@ -455,10 +460,9 @@ def test_memory_is_emptied_by_an_episode_and_the_mean_is_not():
     curiosity(at(1.0, 1.0))
     before = curiosity.acting_embedding.distances.clone()
     curiosity.begin(at(5.0, 9.0), np.array([True, False]))
-    assert curiosity.remembered.tolist() == [1, 2] and torch.equal(
-        curiosity.acting_embedding.distances, before
-    )
-    nearest = curiosity.nearest(np.zeros((2, 32), np.float32))
+    assert curiosity.memory.counts.tolist() == [1, 2]
+    assert torch.equal(curiosity.acting_embedding.distances, before)
+    nearest = curiosity.memory.nearest(np.zeros((2, 32), np.float32))
     assert nearest[0, :2].tolist() == [25, np.inf] and sorted(nearest[1, :3]) == [0, 1, np.inf]
     assert {"acting_embedding.distances", "whitening.mean", "errors.mean"} <= curiosity.state_dict().keys()
 
@@ -468,19 +472,20 @@ def test_embedding_acts_as_it_was_until_refreshed():
     """Memories and what is compared with them are of one embedding: that with which an episode began."""
     run = play(small(), 20)
     curiosity, obs = run.curiosity, torch.as_tensor(run.actor.row["obs"])
-    old, remembered = curiosity.acting_embedding(obs), curiosity.remembered.copy()
+    memory, old = curiosity.memory, curiosity.acting_embedding(obs)
+    counts = memory.counts.copy()
     for x in curiosity.embedding.parameters():
         x += 1
     assert torch.equal(curiosity.acting_embedding(obs), old)
     curiosity.refresh()
     new = curiosity.acting_embedding(obs)
-    assert not torch.allclose(new, old) and (curiosity.remembered == remembered).all()
-    np.testing.assert_array_equal(curiosity.embed(obs), old)
+    assert not torch.allclose(new, old) and (memory.counts == counts).all()
+    np.testing.assert_array_equal(memory.embed(obs), old)
     curiosity.begin(obs, np.array([False, True, False]))
     expected = torch.stack((old[0], new[1], old[2]))
-    np.testing.assert_allclose(curiosity.embed(obs), expected, rtol=1e-6)
-    assert curiosity.remembered.tolist() == [remembered[0], 1, remembered[2]]
-    np.testing.assert_allclose(curiosity.memory[1, 0], new[1], rtol=1e-6)
+    np.testing.assert_allclose(memory.embed(obs), expected, rtol=1e-6)
+    assert memory.counts.tolist() == [counts[0], 1, counts[2]]
+    np.testing.assert_allclose(memory.entries[1, 0], new[1], rtol=1e-6)
 
 
 @torch.no_grad()
@@ -510,8 +515,7 @@ def test_each_embedding_has_its_own_mean_distance():
         curiosity(at(float(x), float(x)))
     old = curiosity.acting_embedding
     before = old.distances[0] / old.distances[1]
-    curiosity.acting_embedding = torch.nn.Sequential(torch.nn.ZeroPad1d((0, 29)), Times(10))
-    curiosity.acting_embedding.register_buffer("distances", torch.zeros(2))
+    curiosity.acting_embedding = itself(Times(10))
     curiosity.begin(at(0.0, 0.0), np.array([True, False]))
     reward, _, info = curiosity(at(1.0, 50.0))
     assert curiosity.acting_embedding.distances.tolist() == [100, 1] and reward[0] == pytest.approx(1)
@@ -532,7 +536,7 @@ def test_a_new_embedding_begins_with_the_mean_distance_of_the_one_before():
     *_, info = curiosity(at(1.0))
     assert before > 1 and info["distance"] == pytest.approx(before, rel=1e-4)
     curiosity.train().begin(at(0.0), np.ones(1, bool))
-    nearest = curiosity.nearest(curiosity.embed(at(7.0)))
+    nearest = curiosity.memory.nearest(curiosity.memory.embed(at(7.0)))
     *_, info = curiosity(at(7.0))
     assert info["distance"] == pytest.approx(nearest[0, 0], rel=1e-3)
 
@@ -586,7 +590,6 @@ def test_the_mean_distance_forgets():
         assert info["distance"] == pytest.approx(reach**2, rel=0.02)
 
 
-@torch.no_grad()
 def test_evaluation_leaves_all_statistics_as_they_are(monkeypatch):
     """So that an episode's result does not depend on how many were played before."""
     run_dir, made = ngu_r2d2.train(small()), []
@@ -749,8 +752,8 @@ def test_embedding_and_predictor_train():
     transitions = last_transitions(tensors(batch), 5)
     optimizer = torch.optim.Adam(run.curiosity.parameters(), lr=5e-3)
     before = [x.clone() for x in run.curiosity.rnd_target.parameters()]
-    obs, places, _ = transitions
-    errors = run.curiosity.prediction_errors(obs[places[1]])  # as when acting: whitened, of arrivals
+    obs, _, mask = transitions
+    errors = run.curiosity.prediction_errors(obs[1:][mask])  # as when acting: whitened, of arrivals
     assert run.curiosity.loss(*transitions)[1]["rnd_loss"].item() == pytest.approx(errors.mean().item())
     infos = []
     for _ in range(150):
@@ -764,7 +767,7 @@ def test_embedding_and_predictor_train():
 
 
 def test_last_transitions():
-    """Against a loop over each sequence; an observation between two of them is there once."""
+    """Against a loop over each sequence."""
     T, B = 6, 10
     mask = torch.zeros(T, B, dtype=torch.bool)
     mask[:, 0] = mask[2:5, 1] = mask[:1, 2] = True  # whole; from a burn-in to padding; a single step
@@ -778,11 +781,10 @@ def test_last_transitions():
         for b in range(B):
             for t in mask[:, b].nonzero().flatten().tolist()[-steps:]:
                 expected.add((obs[t, b].item(), obs[t + 1, b].item(), actions[t + 1, b].item()))
-        found, places, taken = last_transitions(batch, steps)
-        assert set(zip(*found[places].tolist(), taken.tolist(), strict=True)) == expected
-        needed = {x for pair in expected for x in pair[:2]}
-        assert len(taken) == len(expected) and needed <= set(found.tolist())
-        assert len(set(found.tolist())) == len(found) == min(len(obs.flatten()), -(-len(needed) // 32) * 32)
+        found, taken, trained = last_transitions(batch, steps)
+        assert found.shape == (min(steps, T) + 1, B) and taken.shape == trained.shape == (min(steps, T), B)
+        parts = [x[trained].tolist() for x in (found[:-1], found[1:], taken)]
+        assert len(parts[0]) == len(expected) and set(zip(*parts, strict=True)) == expected
 
 
 @pytest.mark.parametrize("flag", ["train_embedding", "rnd"])
@@ -1242,7 +1244,7 @@ def test_a_saved_replay_goes_on_where_it_was(tmp_path):
         run = play(small(replay_steps=replay_steps), 200)
         run.replay.priorities[:] = np.linspace(1, 2, len(run.replay.sequences))
         torch.save(run.replay.state_dict(), tmp_path / "replay.pt")
-        loaded = Replay(run.args, run.actor.row)
+        loaded = Replay(run.args, run.envs)
         loaded.load_state_dict(torch.load(tmp_path / "replay.pt", weights_only=True))
         assert loaded.steps == run.replay.steps == 600
         replays, total = (run.replay, loaded), len(loaded.sequences)
@@ -1277,7 +1279,8 @@ def test_replay_takes_the_memory_that_it_says(capsys):
 def test_a_full_replay_takes_the_memory_that_it_says():
     """Of frames of Atari, against the pages that the process has more than before it."""
     code = """
-import numpy as np, resource, ngu_r2d2
+import gymnasium, numpy as np, resource, ngu_r2d2
+from types import SimpleNamespace
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
 N, args = 16, ngu_r2d2.Args(replay_steps=20_000)
@@ -1285,7 +1288,8 @@ zeros, ones = np.zeros(N, np.float32), np.ones(N, bool)
 row = dict(obs=np.ones((N, 1, 84, 84), np.uint8), last_actions=zeros.astype(int), r_ext=zeros, r_int=zeros)
 row |= dict(starts=ones, policies=zeros.astype(int))
 before, state = resident(), np.ones((2, N, args.hidden_size), np.float32)
-replay = ngu_r2d2.Replay(args, row)
+space = gymnasium.spaces.Box(0, 255, (1, 84, 84), np.uint8)
+replay = ngu_r2d2.Replay(args, SimpleNamespace(num_envs=N, single_observation_space=space))
 arrival = row | dict(starts=~ones, mu=zeros, alpha=zeros, discounts=zeros, ends=~ones)
 while replay.written[0] < 2 * replay.size:
     replay.append(arrival if replay.written[0] else row, arrival, state)  # one episode
@@ -1299,5 +1303,5 @@ print(resident() - before, replay.num_bytes)
 def test_a_reward_that_is_not_finite_ends_the_run_before_it_is_learned_from():
     """The replay, and with --save-replay the checkpoint, would keep it."""
     args = small_args(ngu_r2d2, env_id="NanReward-v0", total_timesteps=640, learning_starts=600, save_every=1)
-    with pytest.raises(SystemExit, match="iteration 3: not finite: .*'reward': nan.*of iteration 2$"):
+    with pytest.raises(SystemExit, match="step 192: not finite: .*'reward': nan.*of iteration 2$"):
         ngu_r2d2.train(args)

@@ -151,7 +151,7 @@ class Acting:
         obs = torch.as_tensor(obs).to(self.dtype)
         if self.state is not None:
             starts = torch.as_tensor(starts)[None]
-            dist, value, state = self.agent(obs[None], self.state[:, :, n], starts)
+            dist, value, state = self.agent(obs[None], self.state[:, n], starts)
             dist.logprobs = dist.logprobs[0]
             self.state = state if keeps else self.state
             return dist, value[0].numpy().astype(np.float64)
@@ -214,7 +214,7 @@ def law_of_batches(run):
         # the first pass put back in place, (T, N, ...)
         found, places = {}, np.argsort(np.concatenate(drawn[first]))
         for name in calls[0].batch:
-            axis = {"state": 2}.get(name, 1 if is_recurrent else 0)
+            axis = 1 if is_recurrent else 0
             x = np.concatenate([call.batch[name].numpy() for call in calls[first]], axis).take(places, axis)
             found[name] = x if is_recurrent else x.reshape(T, N, *x.shape[1:])
             for call, at in zip(calls, drawn, strict=True):  # other passes have the same, in other orders
