@@ -3,7 +3,7 @@
 # dependencies = ["ale-py>=0.12", "filelock>=3.13", "gymnasium[classic-control]>=1.4", "numpy", "tensorboard",
 #     "torch>=2.6", "tqdm", "tyro>=1"]
 # ///
-# ruff: noqa: E402  (what only the lower part needs is imported there)
+# ruff: noqa: E402  (helpers, and what only they import, come after evaluate())
 """IMPALA: actors that run ahead of a learner, and V-trace for the lag between them. Atari, images, vectors.
 
     environments -> act() -> queue -> learn() -> publish() -> act()
@@ -21,11 +21,11 @@ Shapes   T = num_steps, N = environments of a group, B = segments of a batch / p
          rewards and ends alike: an observation comes with what led to it, as the LSTM wants to see it.
 """
 
-import itertools
 import math
 import os
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import chain, cycle, pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Semaphore, Thread
@@ -65,7 +65,7 @@ class Args:
     c_bar: float = 1.0  # clip of the importance weights that say how far back a surprise counts
     vtrace_lambda: float = 1.0  # 0 is the one-step target, 1 the longest
     rewards: Literal["clip", "raw"] = "clip"  # clip rewards to [-1, 1]
-    bootstrap_truncated: bool = False  # at a time limit, add gamma * value to the reward
+    bootstrap_truncated: bool = False  # at a time limit, add gamma * value of the last observation
 
     # update
     batch_segments: int = 32  # segments in a batch, divided among torchrun's processes
@@ -93,7 +93,7 @@ class Args:
     wandb_entity: str | None = None  # Weights & Biases user or team
     log_every: int = 10  # iterations between logs of losses and rates; episodes are logged as they end
     save_every: int = 100  # iterations between checkpoints
-    stall_seconds: int = 0  # end a run if an iteration, or a step of --evaluate, takes longer; 0: never
+    stall_seconds: int = 0  # exit if an iteration, or a step of --evaluate, takes longer; 0: never
     resume: str | None = None  # run folder to continue, with its own arguments where no flag is given
     evaluate: str | None = None  # run folder whose agent to evaluate instead of training
     eval_episodes: int = 10  # full episodes of --evaluate
@@ -130,7 +130,7 @@ class Args:
         return max(actors, math.ceil(self.batch_groups / 2))
 
     @property
-    def batch_size(self) -> int:
+    def batch_size(self) -> int:  # of all processes together
         return self.new_segments * self.num_steps
 
     @property
@@ -166,7 +166,7 @@ def make_env(env_id: str, args: Args, num_envs: int, video_dir: Path | None = No
         if video_dir:
             task = env_id.replace("/", "-").replace(":", "-")
             env = gym.wrappers.RecordVideo(
-                env, str(video_dir), lambda n: n < args.eval_episodes, name_prefix=task
+                env, str(video_dir), episode_trigger=lambda n: n < args.eval_episodes, name_prefix=task
             )
         return as_array(gym.wrappers.RecordEpisodeStatistics(env))
 
@@ -267,7 +267,7 @@ class Categorical:
         self.logprobs = logits.log_softmax(-1)
 
     def sample(self) -> Tensor:
-        """Actions (...) by the Gumbel-max trick: minus the log of an exponential variable is Gumbel noise."""
+        """Actions (...) by the Gumbel-max trick: the noise is -log(exponential)."""
         return (self.logprobs - torch.empty_like(self.logprobs).exponential_().log_()).argmax(-1)
 
     def log_prob(self, action: Tensor) -> Tensor:
@@ -369,12 +369,13 @@ def sequences(starts: Tensor) -> list[slice]:
 
     oneDNN keeps compiled code for each length that it meets, so there are few of them.
     """
-    is_start = starts.any(1).tolist() if len(starts) > 1 else [True]  # of a single step, a GPU is not asked
+    # A single step, as in acting, does not ask the device, which a CUDA graph could not.
+    is_start = starts.any(1).tolist() if len(starts) > 1 else [True]
     begins = [0]
     for t in range(1, len(is_start)):
         if is_start[t] or t == begins[-1] + 16:
             begins.append(t)
-    return [slice(begin, end) for begin, end in itertools.pairwise([*begins, len(is_start)])]
+    return [slice(begin, end) for begin, end in pairwise([*begins, len(is_start)])]
 
 
 # === Algorithm ===============================================================================
@@ -426,11 +427,11 @@ def impala_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Ten
     v_loss = 0.5 * ((vs - values) ** 2).sum()
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
     with torch.no_grad():
-        info = dict(policy_loss=pg_loss.detach(), value_loss=v_loss.detach(), entropy=entropy.detach())
-        info = {name: x / ratio.numel() for name, x in info.items()}
-        info |= dict(rho=ratio.mean(), rho_clipped=(ratio > args.rho_bar).float().mean())
-        info |= dict(approx_kl=(ratio - 1 - logratio).mean())  # from the policies that acted
-    return loss, info
+        metrics = dict(policy_loss=pg_loss.detach(), value_loss=v_loss.detach(), entropy=entropy.detach())
+        metrics = {name: x / ratio.numel() for name, x in metrics.items()}
+        metrics |= dict(rho=ratio.mean(), rho_clipped=(ratio > args.rho_bar).float().mean())
+        metrics |= dict(approx_kl=(ratio - 1 - logratio).mean())  # from the policies that acted
+    return loss, metrics
 
 
 class RMSProp(nn.Module):
@@ -466,9 +467,9 @@ class Segments:
     """T steps of the N environments of a group, by one version of the agent."""
 
     version: int
-    data: dict[str, np.ndarray]  # rows (T + 1, N, ...), logprobs (T, N), state (2, N, hidden_size)
+    data: dict[str, np.ndarray]  # by names that play() gives, with N in the second axis
     episodes: list[tuple[int, dict]]  # those that ended: step of the segment, and what to log
-    seconds: float = 0.0  # of its actor, which made those of its two groups together
+    seconds: float = 0.0  # its part of the time that its actor took for both groups
 
 
 class Exchange:
@@ -555,8 +556,8 @@ def publish(agent: Agent, version: int, exchange: Exchange, args: Args):
     exchange.published = copy, version
 
 
-def receive(exchange: Exchange, turns: itertools.cycle, args: Args) -> list[Segments]:
-    """Takes the new segments of a batch, and makes room for as many. Raises what an actor raised."""
+def receive(exchange: Exchange, turns: cycle, args: Args) -> list[Segments]:
+    """Takes the actors' segments of a batch, and makes room for as many. Raises what an actor raised."""
     while args.sync and exchange.queue.qsize() < args.batch_groups:
         play(next(turns), exchange, args)  # the learner's thread is each actor in turn
     batch = []
@@ -573,7 +574,7 @@ def receive(exchange: Exchange, turns: itertools.cycle, args: Args) -> list[Segm
 
 
 def side_by_side(segments: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Segments (T + 1, N, ...) as one batch (T + 1, sum of N, ...)."""
+    """Segments (T or T + 1, N, ...) as one batch (T or T + 1, sum of N, ...)."""
     return {name: np.concatenate([some[name] for some in segments], axis=1) for name in segments[0]}
 
 
@@ -660,40 +661,39 @@ def train(args: Args) -> Path:
 
 def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
     """Learns from the actors' segments until the end or a signal; returns the run folder."""
-    envs = actors[0][0].envs
+    envs, device = actors[0][0].envs, args.device
     if len(envs.single_observation_space.shape) == 1:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
-    agent = Agent(envs, args).to(args.device)
-    flat = flatten(agent.parameters())
-    lr = torch.tensor(args.learning_rate, device=args.device)  # a tensor, or annealing would recompile
+    agent = Agent(envs, args).to(device)
+    flat = flatten(agent.parameters())  # one vector, of which all parameters and gradients become views
+    lr = torch.tensor(args.learning_rate, device=device)  # a tensor, or annealing would recompile
     optimizer = RMSProp(flat, args.rmsprop_decay, args.rmsprop_eps)
     run = Run(args, log_every=args.log_every, agent=agent, optimizer=optimizer)
 
     def update(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        loss, losses = impala_loss(agent, batch, args)
+        loss, metrics = impala_loss(agent, batch, args)
         loss.backward()
         if args.sync_every > 1:  # a learner that is alone takes its segments for all
             flat.grad.mul_(WORLD_SIZE)
         elif WORLD_SIZE > 1:  # several learners, section 3: gradients are summed
             torch.distributed.all_reduce(flat.grad)
-        norm = flat.grad.norm()
-        flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
+        norm = nn.utils.clip_grad_norm_([flat], args.max_grad_norm)
         optimizer.step(flat, lr)
-        flat.grad.zero_()
-        return losses | dict(grad_norm=norm)
+        flat.grad.zero_()  # in place, for the views
+        return metrics | dict(grad_norm=norm)
 
     if args.compile:
         update = torch.compile(update)
 
-    for k, group in enumerate(itertools.chain(*actors)):  # a resumed run begins new episodes
+    for k, group in enumerate(chain(*actors)):  # a resumed run begins new episodes
         group.reset(run.seed + k * args.group_size)
         group.state = agent.initial_state(args.group_size)
     publish(agent, run.numbers["iteration"], exchange, args)  # after a GPU has written the states, too
     exchange.room.release(args.room)
-    turns, replay = itertools.cycle(actors), Replay(args.replay_segments)
+    turns, replay = cycle(actors), Replay(args.replay_segments)
     num_replayed = (args.batch_segments - args.new_segments) // WORLD_SIZE
     lags, waits, last_log, status = [], [], time.monotonic(), ""
-    for iteration in run.iterations():
+    for iteration in run.iterations():  # those that are left; each seeds Python, NumPy and PyTorch
         frac = 1 - iteration / args.num_iterations
         lr.fill_(args.learning_rate * (frac if args.anneal_lr else 1))
 
@@ -708,11 +708,11 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
             rng = np.random.default_rng((args.seed, iteration, RANK))
             batch = side_by_side([batch, replay.sample(num_replayed, rng)])
         final_obs = batch.pop("final_obs")
-        batch = {name: torch.as_tensor(x, device=args.device) for name, x in batch.items()}
+        batch = {name: torch.as_tensor(x, device=device) for name, x in batch.items()}
         batch["bootstraps"] = beyond_time_limits(agent, batch, final_obs, args.gamma)  # by the newest values
 
         # 2. update
-        losses = update(batch)
+        metrics = update(batch)
         if args.sync_every > 1 and WORLD_SIZE > 1 and (iteration + 1) % args.sync_every == 0:
             average_with_neighbor(flat)
         publish(agent, iteration + 1, exchange, args)
@@ -729,7 +729,7 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
             status = f", lag {np.mean(lags):.1f}, learner waits {scalars['charts/learner_wait']:.0%}"
             status += f", actor waits {scalars['charts/actor_wait']:.0%}"
             lags, waits, last_log = [], [], time.monotonic()
-        run.log(losses, scalars, status, observations=batch["obs"], rewards=batch["last_rewards"])
+        run.log(metrics, scalars, status, observations=batch["obs"], rewards=batch["last_rewards"])
     return run.folder
 
 
@@ -738,7 +738,7 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
 
 @torch.no_grad()
 def evaluate(args: Args) -> list[float]:
-    """Returns of full episodes of a run's agent, which samples its actions as in training."""
+    """Returns of full episodes of a run's agent, which samples as in training. args: the run's, and flags."""
     seed_all(args.seed)
     video_dir = Path(args.evaluate) / "videos" if args.capture_video else None
     all_returns = []
@@ -747,7 +747,7 @@ def evaluate(args: Args) -> list[float]:
         agent = Agent(group.envs, args).to(args.device)
         load_checkpoint(args.evaluate, dict(agent=agent))
         heartbeat("evaluation")
-        group.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # no seed of training
+        group.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # above training's seeds
         if group.row["obs"].ndim == 2:
             torch.set_num_threads(1)  # the networks are small: a second thread only costs
         state = agent.initial_state(1)
@@ -818,7 +818,7 @@ class Run:
                 fail(f"{args.resume}: the processes of torchrun read different checkpoints")
         self.step = self.numbers["iteration"] * args.batch_size
         self.seed = args.seed + self.step + RANK * args.num_envs // WORLD_SIZE  # of the next episodes
-        self.episodes, self.timed_from = [], None
+        self.episodes, self.timed_from, self.is_logged = [], None, True
         if RANK == 0:
             self.writer = start_logging(args, self.folder, self.step)
             style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
@@ -850,18 +850,18 @@ class Run:
         self.step += n
         self.episodes += [(self.step, episode) for episode in ended_episodes(info)]
 
-    def log(self, losses: dict[str, Tensor], scalars: dict[str, float], status: str = "", **data):
+    def log(self, losses: dict[str, Tensor], scalars: dict[str, Tensor | float], status="", **data):
         """Logs an iteration. A loss that is not finite ends the run, which names such data, too.
 
-        data: arrays of observations, rewards and values.
+        Of several processes, the first logs its own episodes and losses. data: arrays, such as rewards.
         """
         losses = {f"losses/{name}": float(x) for name, x in losses.items()}
         self.check_finite(losses, data)
         returns = [episode[self.shown] for _, episode in self.episodes if self.shown in episode]
         self.numbers["last_returns"] = (self.numbers["last_returns"] + returns)[-100:]
         if RANK == 0:
-            numbers = [(self.step, losses | scalars | self.speed())] if self.is_logged else []
-            for step, logged in self.episodes + numbers:
+            last = [(self.step, losses | scalars | self.speed())] if self.is_logged else []
+            for step, logged in self.episodes + last:
                 for name, x in logged.items():
                     if np.isfinite(float(x)):
                         self.writer.add_scalar(name, float(x), step)
@@ -885,7 +885,7 @@ class Run:
             causes = [name for name, x in (data or {}).items() if not torch.as_tensor(x).isfinite().all()]
             message = f"step {self.step}: not finite: {bad or 'a number of another process'}"
             message += f", and {', '.join(causes)}" if causes else ""
-            saved = self.numbers["iteration"]
+            saved = self.numbers["iteration"]  # changes with each checkpoint
             good = f"{self.folder}/checkpoint.pt, of iteration {saved}" if saved else "none"
             sys.exit(f"{message}; last good checkpoint: {good}" if RANK == 0 else 1)
 
@@ -910,7 +910,7 @@ def start_process(args: Args):
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
-        # imported later, as by an optimizer, it would keep the group, whose threads may then abort the exit
+        # An optimizer may import this later; it would then keep the process group alive, and abort the exit.
         from torch import _dynamo  # noqa: F401
 
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
@@ -985,7 +985,7 @@ def check_game(spec: gym.envs.registration.EnvSpec, video_dir: Path | None):
 
 
 def lock(run_dir: Path) -> FileLock:
-    """Refuses a run folder in which another process trains. The lock ends with train() or its process."""
+    """Makes a run folder, or refuses one in which another process trains. The lock ends with the process."""
     run_lock = FileLock(run_dir / "lock", is_singleton=True)  # a notebook may resume after an exception
     try:
         run_lock.acquire(blocking=False)
@@ -1026,7 +1026,7 @@ def save_checkpoint(run_dir: Path, args: Args, parts: dict, numbers: dict):
 
 
 def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Iterable[str] = ()) -> dict:
-    """What save_checkpoint() saved, with Args. Parts take on their saved state. Numbers must be there."""
+    """Reads what save_checkpoint() saved, with Args. Parts take on their state. Numbers must be there."""
     path = Path(run_dir) / "checkpoint.pt"
     try:
         if damaged := ZipFile(path).testzip():  # torch.load compares no checksums

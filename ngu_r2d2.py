@@ -55,7 +55,7 @@ class Args:
     num_steps: int = 4  # steps per environment and rollout (T)
     epsilon: float = 0.4  # share of random actions of the first environment; the last has its 8th power
     eval_epsilon: float = 0.01  # share of random actions in --evaluate, and of Retrace's target policy
-    bootstrap_truncated: bool = True  # at a time limit, add gamma * value to the reward
+    bootstrap_truncated: bool = True  # at a time limit, add gamma * value of the last observation
 
     # sequences and their replay
     burn_in: int = 10  # steps that only warm up the LSTM's state
@@ -109,14 +109,14 @@ class Args:
     wandb_entity: str | None = None  # Weights & Biases user or team
     log_every: int = 50  # iterations between logs of losses and rates; episodes are logged as they end
     save_every: int = 500  # iterations between checkpoints
-    stall_seconds: int = 0  # end a run if an iteration, or a step of --evaluate, takes longer; 0: never
+    stall_seconds: int = 0  # exit if an iteration, or a step of --evaluate, takes longer; 0: never
     resume: str | None = None  # run folder to continue, with its own arguments where no flag is given
     evaluate: str | None = None  # run folder whose agent to evaluate instead of training
     eval_episodes: int = 10  # full episodes of --evaluate
     capture_video: bool = False  # record the episodes of --evaluate in the run folder
 
     @property
-    def batch_size(self) -> int:
+    def batch_size(self) -> int:  # of all processes together
         return self.num_envs * self.num_steps
 
     @property
@@ -930,7 +930,7 @@ def train(args: Args) -> Path:
         for _ in range(T):
             row = actor.row
             arrival, episodes, novelty = actor.step(epsilon, rng)
-            run.step += args.num_envs
+            run.count_steps(args.num_envs, {})
             run.episodes += [(run.step, episode) for episode in episodes]
             replay.append(row, arrival, actor.state.cpu().numpy())
             reward += float(arrival["r_ext"].sum())
@@ -1234,7 +1234,7 @@ def save_checkpoint(run_dir: Path, args: Args, parts: dict, numbers: dict):
 
 
 def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Iterable[str] = ()) -> dict:
-    """What save_checkpoint() saved, with Args. Parts take on their saved state. Numbers must be there."""
+    """Reads what save_checkpoint() saved, with Args. Parts take on their state. Numbers must be there."""
     path = Path(run_dir) / "checkpoint.pt"
     try:
         if damaged := ZipFile(path).testzip():  # torch.load compares no checksums

@@ -3,7 +3,7 @@
 # dependencies = ["ale-py>=0.12", "filelock>=3.13", "gymnasium[classic-control]>=1.4", "numpy", "tensorboard",
 #     "torch>=2.6", "tqdm", "tyro>=1"]
 # ///
-# ruff: noqa: E402  (what only the lower part needs is imported there)
+# ruff: noqa: E402  (helpers, and what only they import, come after evaluate())
 """Off-policy PPO: actors beside a learner, the staleness of every sample known and bounded.
 
     environments -> act() -> queue -> learn() -> publish() -> act()
@@ -22,11 +22,11 @@ Details  numbered as in https://iclr-blog-track.github.io/2022/03/25/ppo-impleme
 Shapes   T = num_steps, N = environments of a group, B = segments of an iteration / processes
 """
 
-import itertools
 import math
 import os
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import chain, cycle
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Semaphore, Thread
@@ -59,7 +59,7 @@ class Args:
     num_steps: int = 128  # steps per environment and segment (T)
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # GAE: 0 is the one-step advantage, 1 is Monte Carlo
-    bootstrap_truncated: bool = False  # at a time limit, add gamma * value to the reward
+    bootstrap_truncated: bool = False  # at a time limit, add gamma * value of the last observation
     sync: bool = False  # actors and learner in turn, in one thread
 
     # staleness
@@ -79,7 +79,7 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # clip of the global gradient norm
-    target_kl: float | None = None  # skip the update's remaining epochs above this KL divergence
+    target_kl: float | None = None  # skip remaining epochs if the KL divergence of a minibatch is above
 
     # run
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"  # where the networks run
@@ -89,7 +89,7 @@ class Args:
     wandb_project_name: str = "ppo"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases user or team
     save_every: int = 100  # iterations between checkpoints
-    stall_seconds: int = 0  # end a run if an iteration, or a step of --evaluate, takes longer; 0: never
+    stall_seconds: int = 0  # exit if an iteration, or a step of --evaluate, takes longer; 0: never
     resume: str | None = None  # run folder to continue, with its own arguments where no flag is given
     evaluate: str | None = None  # run folder whose agent to evaluate instead of training
     eval_episodes: int = 10  # full episodes of --evaluate
@@ -118,7 +118,7 @@ class Args:
         return max(actors, math.ceil(self.batch_groups / 2))
 
     @property
-    def batch_size(self) -> int:
+    def batch_size(self) -> int:  # of all processes together
         return self.batch_segments * self.num_steps
 
     @property
@@ -151,7 +151,9 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
     def make() -> gym.Env:
         env = gym.make(args.env_id, **(dict(render_mode="rgb_array") if video_dir else {}))
         if video_dir:
-            env = gym.wrappers.RecordVideo(env, str(video_dir), lambda n: n < args.eval_episodes)
+            env = gym.wrappers.RecordVideo(
+                env, str(video_dir), episode_trigger=lambda n: n < args.eval_episodes
+            )
         return as_array(gym.wrappers.RecordEpisodeStatistics(env))
 
     try:
@@ -251,7 +253,7 @@ class Categorical:
         self.logprobs = logits.log_softmax(-1)
 
     def sample(self) -> Tensor:
-        """Actions (...) by the Gumbel-max trick: minus the log of an exponential variable is Gumbel noise."""
+        """Actions (...) by the Gumbel-max trick: the noise is -log(exponential)."""
         return (self.logprobs - torch.empty_like(self.logprobs).exponential_().log_()).argmax(-1)
 
     def log_prob(self, action: Tensor) -> Tensor:
@@ -348,13 +350,13 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args:
 
     entropy = dist.entropy().mean()
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss  # detail 10: overall loss
-    info = dict(policy_loss=pg_loss.detach(), value_loss=v_loss.detach(), entropy=entropy.detach())
+    metrics = dict(policy_loss=pg_loss.detach(), value_loss=v_loss.detach(), entropy=entropy.detach())
     with torch.no_grad():  # detail 12: debug variables; KL as in http://joschu.net/blog/kl-approx.html
-        info |= dict(old_approx_kl=-logratio.mean(), approx_kl=(ratio - 1 - logratio).mean())
-        info |= dict(clipped=(ratio - 1).abs() > clip)  # of each sample
+        metrics |= dict(old_approx_kl=-logratio.mean(), approx_kl=(ratio - 1 - logratio).mean())
+        metrics |= dict(clipped=(ratio - 1).abs() > clip)  # of each sample
         if args.decoupled:  # from the policies that acted to the recent one; the others are from that one on
-            info |= dict(behavior_kl=(weight_logratio.exp() - 1 - weight_logratio).mean())
-    return loss, info
+            metrics |= dict(behavior_kl=(weight_logratio.exp() - 1 - weight_logratio).mean())
+    return loss, metrics
 
 
 # === Actors ==================================================================================
@@ -365,9 +367,9 @@ class Segments:
     """T steps of the N environments of a group, by one version of the agent."""
 
     version: int
-    data: dict[str, np.ndarray]  # (T, N, ...), but obs and values (T + 1, N, ...)
+    data: dict[str, np.ndarray]  # by names that play() gives, with N in the second axis
     episodes: list[tuple[int, dict]]  # those that ended: step of the segment, and what to log
-    seconds: float = 0.0  # of its actor, which made those of its two groups together
+    seconds: float = 0.0  # its part of the time that its actor took for both groups
 
 
 class Exchange:
@@ -446,8 +448,8 @@ def publish(agent: Agent, version: int, exchange: Exchange, args: Args):
     exchange.published = copy, version
 
 
-def receive(exchange: Exchange, turns: itertools.cycle, args: Args) -> list[Segments]:
-    """Takes the segments of a batch, and makes room for as many. Raises what an actor raised."""
+def receive(exchange: Exchange, turns: cycle, args: Args) -> list[Segments]:
+    """Takes the actors' segments of a batch, and makes room for as many. Raises what an actor raised."""
     while args.sync and exchange.queue.qsize() < args.batch_groups:
         play(next(turns), exchange, args)  # the learner's thread is each actor in turn
     batch = []
@@ -464,7 +466,7 @@ def receive(exchange: Exchange, turns: itertools.cycle, args: Args) -> list[Segm
 
 
 def side_by_side(segments: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Segments (T, N, ...) as one batch (T, sum of N, ...)."""
+    """Segments (T or T + 1, N, ...) as one batch (T or T + 1, sum of N, ...)."""
     return {name: np.concatenate([some[name] for some in segments], axis=1) for name in segments[0]}
 
 
@@ -532,39 +534,38 @@ def train(args: Args) -> Path:
 
 def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
     """Learns from the actors' segments until the end or a signal; returns the run folder."""
-    envs, is_atari = actors[0][0].envs, actors[0][0].is_atari
+    envs, device = actors[0][0].envs, args.device
     if len(envs.single_observation_space.shape) == 1:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
-    agent = Agent(envs, args).to(args.device)
-    flat = flatten(agent.parameters())
-    lr = torch.tensor(args.learning_rate, device=args.device)  # a tensor, or annealing would recompile
-    clip = torch.tensor(args.clip_coef, device=args.device)  # for the same reason
+    agent = Agent(envs, args).to(device)
+    flat = flatten(agent.parameters())  # one vector, of which all parameters and gradients become views
+    lr = torch.tensor(args.learning_rate, device=device)  # a tensor, or annealing would recompile
+    clip = torch.tensor(args.clip_coef, device=device)  # for the same reason
     optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True)  # detail 3: Adam's epsilon
     run = Run(args, dict(version=0), agent=agent, optimizer=optimizer)
-    optimizer.param_groups[0]["lr"] = lr  # not the checkpoint's
+    optimizer.param_groups[0]["lr"] = lr  # loading may have replaced it
     version = run.numbers["version"]  # updates that took place
 
-    def update(batch: dict[str, Tensor], clip: Tensor) -> dict[str, Tensor]:
-        loss, losses = ppo_loss(agent, batch, clip, args)
+    def update(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        loss, metrics = ppo_loss(agent, batch, clip, args)
         loss.backward()
         if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients, averaged over samples
             size = len(batch["obs"])  # processes may have kept different numbers of segments
             torch.distributed.all_reduce(flat.grad.mul_(size / over_processes("SUM", size)))
-        norm = flat.grad.norm()  # detail 11: clipping of the global gradient norm
-        flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
+        norm = nn.utils.clip_grad_norm_([flat], args.max_grad_norm)  # detail 11: of the global gradient norm
         optimizer.step()
-        flat.grad.zero_()
-        return losses | dict(grad_norm=norm)
+        flat.grad.zero_()  # in place, for the views
+        return metrics | dict(grad_norm=norm)
 
     if args.compile:
         update = torch.compile(update)
 
-    for k, group in enumerate(itertools.chain(*actors)):  # a resumed run begins new episodes
+    for k, group in enumerate(chain(*actors)):  # a resumed run begins new episodes
         group.reset(run.seed + k * args.group_size)
     publish(agent, version, exchange, args)
     exchange.room.release(args.room)
-    turns, last_log = itertools.cycle(actors), time.monotonic()
-    for _ in run.iterations():
+    turns, last_log = cycle(actors), time.monotonic()
+    for _ in run.iterations():  # those that are left; each seeds Python, NumPy and PyTorch
         frac = 1 - version / args.num_iterations  # only an update is progress
         lr.fill_(args.learning_rate * (frac if args.anneal_lr else 1))  # detail 4: learning rate annealing
         clip.fill_(args.clip_coef * (frac if args.anneal_clip else 1))  # auxiliary detail 1: clip annealing
@@ -583,7 +584,7 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
 
         # 2. advantages
         values, rewards = data["values"], data["rewards"]
-        if is_atari:
+        if isinstance(envs, AtariVectorEnv):
             rewards = np.sign(rewards)  # detail 19: reward clipping
         rewards = rewards + beyond_time_limits(agent, data["final_obs"], args)  # by the newest values
         advantages = compute_gae(rewards, values[:-1], data["dones"], values[-1], args.gamma, args.gae_lambda)
@@ -591,26 +592,26 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
         batch |= dict(values=values[:-1], advantages=advantages, returns=advantages + values[:-1])
         batch["staleness"] = np.tile(staleness[kept], (args.num_steps, 1))
         # (T, B, ...) -> (T * B, ...)
-        batch = {name: torch.as_tensor(x, device=args.device).flatten(0, 1) for name, x in batch.items()}
+        batch = {name: torch.as_tensor(x, device=device).flatten(0, 1) for name, x in batch.items()}
         if args.decoupled:
             with torch.no_grad():
                 batch["recent_logprobs"] = agent(batch["obs"])[0].log_prob(batch["actions"])
 
         # 3. update
-        losses, ages, clipped = {}, [], []  # staleness of what is trained on, and whether it was clipped
+        metrics, ages, clipped = {}, [], []  # staleness of what is trained on, and whether it was clipped
         num_samples, passes = len(batch["obs"]), math.ceil(args.sample_reuse) if kept.any() else 0
         for k in range(passes):
             share = min(1.0, args.sample_reuse - k)  # the last pass may be over a random part
-            shuffled = torch.randperm(num_samples, device=args.device)  # detail 6: shuffled minibatches
+            shuffled = torch.randperm(num_samples, device=device)  # detail 6: shuffled minibatches
             for indices in shuffled[: round(share * num_samples)].tensor_split(args.num_minibatches):
                 minibatch = {name: x[indices] for name, x in batch.items()}
-                losses = update(minibatch, clip)
+                metrics = update(minibatch)
                 ages.append(minibatch["staleness"])
-                clipped.append(losses.pop("clipped"))
+                clipped.append(metrics.pop("clipped"))
             if args.target_kl is not None:  # auxiliary detail 3: early stopping
-                if over_processes("SUM", losses["approx_kl"]) / WORLD_SIZE > args.target_kl:
+                if over_processes("SUM", metrics["approx_kl"]) / WORLD_SIZE > args.target_kl:
                     break
-        if losses:  # a version is an update that took place
+        if metrics:  # a version is an update that took place
             version = run.numbers["version"] = version + 1
             publish(agent, version, exchange, args)
 
@@ -623,15 +624,15 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
         scalars["charts/learning_rate"] = lr
         scalars["charts/sample_reuse"] = over_processes("SUM", sum(map(len, ages))) / args.batch_size
         scalars["staleness/dropped"] = over_processes("SUM", (~kept).mean()) / WORLD_SIZE
-        if losses:
+        if metrics:
             scalars |= staleness_report(torch.cat(ages), torch.cat(clipped))
-            losses["clipfrac"] = torch.cat(clipped).float().mean()
+            metrics["clipfrac"] = torch.cat(clipped).float().mean()
             explained = 1 - batch["advantages"].var() / batch["returns"].var()
             scalars["losses/explained_variance"] = explained
         status = f", staleness {staleness.mean():.1f}, learner waits {scalars['charts/learner_wait']:.0%}"
         status += f", actor waits {scalars['charts/actor_wait']:.0%}"
-        run.log(losses, scalars, status, observations=batch["obs"], rewards=rewards, values=values)
-        if RANK == 0 and losses:
+        run.log(metrics, scalars, status, observations=batch["obs"], rewards=rewards, values=values)
+        if RANK == 0 and metrics:
             run.writer.add_histogram("staleness/versions", torch.cat(ages), run.step)
     return run.folder
 
@@ -641,14 +642,14 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
 
 @torch.no_grad()
 def evaluate(args: Args) -> list[float]:
-    """Returns of full episodes of a run's agent, which samples its actions as in training."""
+    """Returns of full episodes of a run's agent, which samples as in training. args: the run's, and flags."""
     seed_all(args.seed)
     video_dir = Path(args.evaluate) / "videos" if args.capture_video else None
     group, returns = Group(args.env_id, make_env(args, 1, video_dir), video_dir), []
     agent = Agent(group.envs, args).to(args.device)
     load_checkpoint(args.evaluate, dict(agent=agent))
     heartbeat("evaluation")
-    group.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # no seed of training
+    group.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # above training's seeds
     if group.row["obs"].ndim == 2:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
     while len(returns) < args.eval_episodes:
@@ -715,7 +716,7 @@ class Run:
                 fail(f"{args.resume}: the processes of torchrun read different checkpoints")
         self.step = self.numbers["iteration"] * args.batch_size
         self.seed = args.seed + self.step + RANK * args.num_envs // WORLD_SIZE  # of the next episodes
-        self.episodes, self.timed_from = [], None
+        self.episodes, self.timed_from, self.is_logged = [], None, True
         if RANK == 0:
             self.writer = start_logging(args, self.folder, self.step)
             style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
@@ -747,18 +748,18 @@ class Run:
         self.step += n
         self.episodes += [(self.step, episode) for episode in ended_episodes(info)]
 
-    def log(self, losses: dict[str, Tensor], scalars: dict[str, float], status: str = "", **data):
+    def log(self, losses: dict[str, Tensor], scalars: dict[str, Tensor | float], status="", **data):
         """Logs an iteration. A loss that is not finite ends the run, which names such data, too.
 
-        data: arrays of observations, rewards and values.
+        Of several processes, the first logs its own episodes and losses. data: arrays, such as rewards.
         """
         losses = {f"losses/{name}": float(x) for name, x in losses.items()}
         self.check_finite(losses, data)
         returns = [episode[self.shown] for _, episode in self.episodes if self.shown in episode]
         self.numbers["last_returns"] = (self.numbers["last_returns"] + returns)[-100:]
         if RANK == 0:
-            numbers = [(self.step, losses | scalars | self.speed())] if self.is_logged else []
-            for step, logged in self.episodes + numbers:
+            last = [(self.step, losses | scalars | self.speed())] if self.is_logged else []
+            for step, logged in self.episodes + last:
                 for name, x in logged.items():
                     if np.isfinite(float(x)):
                         self.writer.add_scalar(name, float(x), step)
@@ -782,7 +783,7 @@ class Run:
             causes = [name for name, x in (data or {}).items() if not torch.as_tensor(x).isfinite().all()]
             message = f"step {self.step}: not finite: {bad or 'a number of another process'}"
             message += f", and {', '.join(causes)}" if causes else ""
-            saved = self.numbers["iteration"]
+            saved = self.numbers["iteration"]  # changes with each checkpoint
             good = f"{self.folder}/checkpoint.pt, of iteration {saved}" if saved else "none"
             sys.exit(f"{message}; last good checkpoint: {good}" if RANK == 0 else 1)
 
@@ -807,7 +808,7 @@ def start_process(args: Args):
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
-        # imported later, as by an optimizer, it would keep the group, whose threads may then abort the exit
+        # An optimizer may import this later; it would then keep the process group alive, and abort the exit.
         from torch import _dynamo  # noqa: F401
 
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
@@ -872,7 +873,7 @@ def check_game(spec: gym.envs.registration.EnvSpec, video_dir: Path | None):
 
 
 def lock(run_dir: Path) -> FileLock:
-    """Refuses a run folder in which another process trains. The lock ends with train() or its process."""
+    """Makes a run folder, or refuses one in which another process trains. The lock ends with the process."""
     run_lock = FileLock(run_dir / "lock", is_singleton=True)  # a notebook may resume after an exception
     try:
         run_lock.acquire(blocking=False)
@@ -913,7 +914,7 @@ def save_checkpoint(run_dir: Path, args: Args, parts: dict, numbers: dict):
 
 
 def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Iterable[str] = ()) -> dict:
-    """What save_checkpoint() saved, with Args. Parts take on their saved state. Numbers must be there."""
+    """Reads what save_checkpoint() saved, with Args. Parts take on their state. Numbers must be there."""
     path = Path(run_dir) / "checkpoint.pt"
     try:
         if damaged := ZipFile(path).testzip():  # torch.load compares no checksums

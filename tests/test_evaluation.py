@@ -353,7 +353,7 @@ def test_bfloat16_is_that_of_training(script, amp, monkeypatch):
     """The first convolution of the agent that is evaluated; the others get --amp with their arguments."""
     args = small_atari_args(script, 8, amp=amp, evaluate="run")
     Path("run").mkdir()
-    script.save_checkpoint(Path("run"), args, dict(agent=script.Agent(script.make_env(args, 1))))
+    script.save_checkpoint(Path("run"), args, dict(agent=script.Agent(script.make_env(args, 1))), {})
     seen = set()
 
     def stop(self, inputs, output):
@@ -383,8 +383,8 @@ def test_which_episodes_are_filmed(name, monkeypatch):
     """As many as are evaluated, of an environment that renders; none without a folder."""
     script, filmed = ALL[name], []
 
-    def film(env, folder, trigger, **kwargs):
-        filmed.append((env.render_mode, folder, [trigger(n) for n in range(5)], kwargs))
+    def film(env, folder, episode_trigger, **kwargs):
+        filmed.append((env.render_mode, folder, [episode_trigger(n) for n in range(5)], kwargs))
         return env
 
     monkeypatch.setattr(gym.wrappers, "RecordVideo", film)
@@ -419,7 +419,7 @@ def test_each_game_is_filmed_from_its_begin_to_its_end(player, seed, monkeypatch
     args, folder = small_atari_args(player, 8, env_id="Short/QbertNoFrameskip-v4"), Path("run/videos")
     if player in (ppo_async, impala_vtrace):
         inputs = [args.env_id, args] if player is impala_vtrace else [args]
-        group = player.Group(*inputs, 1, folder)
+        group = player.Group(args.env_id, player.make_env(*inputs, 1, folder), folder)
         envs, game, reset, step = group.envs, group.envs, group.reset, group.send
     else:
         group = envs = player.make_env(args, 1, folder)
@@ -445,7 +445,7 @@ def test_each_game_is_filmed_from_its_begin_to_its_end(player, seed, monkeypatch
         last |= dict(game=result[-1]) if player is ngu_r2d2 else {}
     for name in ("lives", "episode_frame_number", "frame_number"):
         np.testing.assert_array_equal(last["game"][name], last["twin"][name])
-    prefix = "Short-QbertNoFrameskip-v4-" if player is impala_vtrace else ""
+    prefix = "Short-QbertNoFrameskip-v4-" if player in (ppo_async, impala_vtrace) else ""
     assert games >= 3 and [path for path, _ in clips] == [f"run/videos/{prefix}{n}.mp4" for n in range(games)]
     np.testing.assert_array_equal([x for _, frames in clips for x in frames] + group.video, filmed)
     assert filmed[0].shape == (210, 160, 3) and all(40 <= len(frames) <= 60 for _, frames in clips)

@@ -69,8 +69,12 @@ class Adam:
             weights[name] = weights[name] - self.lr * m / (v.sqrt() + self.eps)
 
 
+def norm_of(gradients):
+    return sum(float((g**2).sum()) for g in gradients.values()) ** 0.5
+
+
 def clipped(gradients, most):
-    norm = sum(float((g**2).sum()) for g in gradients.values()) ** 0.5
+    norm = norm_of(gradients)
     return {name: g * min(1, most / norm) if norm else g for name, g in gradients.items()}
 
 
@@ -463,11 +467,12 @@ class Reference:
                     errors[-1].append(abs(error.item()))
                     numbers.append((0.5 * error.item() ** 2, q[t, row.action].item(), targets[t], r_int))
         gradients = torch.autograd.grad(loss, list(weights.values()))
-        gradients = clipped(dict(zip(weights, gradients, strict=True)), args.max_grad_norm)
+        gradients = dict(zip(weights, gradients, strict=True))
         for sequence, e in zip(batch, errors, strict=True):
             sequence.priority = args.priority_eta * max(e) + (1 - args.priority_eta) * np.mean(e) + 1e-6
         names = ("td_loss", "q", "target", "intrinsic_reward")
-        return gradients, both, dict(zip(names, np.mean(numbers, 0), strict=True)), len(numbers)
+        logged = dict(zip(names, np.mean(numbers, 0), strict=True)) | dict(grad_norm=norm_of(gradients))
+        return clipped(gradients, args.max_grad_norm), both, logged, len(numbers)
 
     def auxiliary_update(self, places):
         """Clipped gradients of what learns of embedding, inverse model and predictor; and what is logged."""
