@@ -615,7 +615,7 @@ class Replay:
 
 @torch.no_grad()
 def beyond_time_limits(agent: Agent, batch: dict[str, Tensor], final_obs: np.ndarray, gamma: float) -> Tensor:
-    """What is added to the rewards (T + 1, B) of rows that a time limit ended: gamma times the agent's value.
+    """Bonus on the rewards (T + 1, B) of rows that a time limit ended: gamma times the agent's value.
 
     final_obs (T + 1, B) has the last observations of their episodes, and None elsewhere. Each takes the place
     of the next episode's first one in a copy of its segment, so that an LSTM reads what came before.
@@ -645,6 +645,7 @@ def train(args: Args) -> Path:
     check_tasks(actors)
     exchange, threads = Exchange(), []
     if not args.sync:
+        torch.get_num_threads()  # fixes the learner's number, or it would take on that of its actors
         for k, groups in enumerate(actors):
             name = f"actor {k}"
             threads.append(Thread(target=act, name=name, args=(name, groups, exchange, args)))

@@ -486,7 +486,7 @@ def shares_of_time(waits: list[tuple], seconds: float, args: Args) -> dict[str, 
 
 @torch.no_grad()
 def beyond_time_limits(agent: Agent, final_obs: np.ndarray, args: Args) -> np.ndarray:
-    """What is added to the rewards (T, B) of steps that a time limit ended: gamma times the agent's value.
+    """Bonus on the rewards (T, B) of steps that a time limit ended: gamma times the agent's value.
 
     final_obs (T, B) has the last observations of their episodes, and None elsewhere.
     """
@@ -518,6 +518,7 @@ def train(args: Args) -> Path:
     actors = [[Group(args.env_id, make_env(args, size)) for _ in range(2)] for _ in range(args.num_actors)]
     exchange, threads = Exchange(), []
     if not args.sync:
+        torch.get_num_threads()  # fixes the learner's number, or it would take on that of its actors
         for k, groups in enumerate(actors):
             name = f"actor {k}"
             threads.append(Thread(target=act, name=name, args=(name, groups, exchange, args)))

@@ -21,7 +21,7 @@ import ppo
 import ppo_async
 import ppo_atari
 from benchmark.studies.staleness import held_back
-from ppo_async import Agent, Args, Exchange, Group, compute_gae, ppo_loss
+from ppo_async import Agent, Args, Exchange, compute_gae, ppo_loss
 
 ROOT = Path(__file__).parent.parent
 
@@ -439,7 +439,7 @@ def test_actors_that_are_closed_end_their_step_not_their_segment(script):
     flags = dict(env_id="Unhurried-v0", num_envs=2, batch_segments=2, num_steps=300, total_timesteps=600)
     args = script.Args(**flags, device="cpu")
     groups, _, exchange = acting(script, args)
-    actor = threading.Thread(target=script.act, args=(0, groups, exchange, args))
+    actor = threading.Thread(target=script.act, args=("actor 0", groups, exchange, args))
     actor.start()
     try:
         exchange.room.release()

@@ -279,6 +279,13 @@ def draws(run: Run) -> list[np.ndarray]:
     return [np.array([places[x.tobytes()] for x in call.batch["obs"][0, 8:].numpy()]) for call in run.losses]
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_compile(name):
+    """Scripts with actors, and the one whose actions are drawn in NumPy, compile the update alone."""
+    compiled = [function.__name__ for function in record(ALL[name], compile=True).compiled]
+    assert sorted(compiled) == (["act", "update"] if name in SCRIPTS else ["update"])
+
+
 @pytest.mark.parametrize("name", ["impala_vtrace", "ppo_async"])
 def test_sync(name):
     """Environments work in other threads, but with --sync in the learner's."""
@@ -334,10 +341,14 @@ def test_device(name, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", ALL)
 def test_stall_seconds(name, monkeypatch):
-    """main() alone starts a thread that watches all heartbeats, if it is asked to, and ends what it watches."""
+    """main() alone starts a thread that watches the heartbeats, if it is asked to, and then forgets them."""
     script, watched, run_dir = ALL[name], [], str(finished(name).run_dir)
-    thread = lambda target, args, daemon: SimpleNamespace(start=lambda: watched.append((target, args, daemon)))  # noqa: E731
-    monkeypatch.setattr(script, "threading", SimpleNamespace(Thread=thread))
+
+    class Thread:
+        def __init__(self, target, args, daemon):
+            self.start = lambda: watched.append((target, args, daemon))
+
+    monkeypatch.setattr(script, "threading", SimpleNamespace(Thread=Thread))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(script, "train", lambda args: script.heartbeat("iteration"))
     monkeypatch.setattr(script, "evaluate", lambda args: [1.0])

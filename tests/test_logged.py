@@ -186,7 +186,7 @@ def expected_in_step(run: Run) -> dict[str, list]:
 
 
 def waits(batches: list, num_losses: int, run: Run) -> dict[str, float]:
-    """Shares of the time between two logs, in which the learner waits while actors act, and the other way around.
+    """Shares of the time between two logs in which the learner waits for actors, and they for it.
 
     An actor's time counts with the segments that it made, as they are taken.
     """
@@ -422,7 +422,7 @@ def test_histogram_of_staleness():
 
 @pytest.mark.parametrize("name", ALL)
 def test_progress_bar(name):
-    """It shows the mean of the last 100 returns, of all or of the policy without a bonus, and the last waits."""
+    """It shows the mean of the last 100 returns, of all or of the policy without a bonus, and the waits."""
     run, done, words = logging_run(name), [], ["with beta 0"] * (name == "ngu_r2d2")
     logged = {tag: dict(points) for tag, points in expected(name).items()}
     for i, (ended, text) in enumerate(zip(episodes(run), run.bars, strict=True)):

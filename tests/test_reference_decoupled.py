@@ -209,7 +209,9 @@ def test_impala(flags, monkeypatch):
     check_episodes(run.run_dir, ended, frames=3 if args.env_id == "ShortBreakout-v0" else 0)
     check_seeds(run)
     acts = [
-        (x, a) for s in segments.values() for x, a in zip(s.logprobs, s.trace.actions[s.begin :], strict=False)
+        (x, a)
+        for made in segments.values()
+        for x, a in zip(made.logprobs, made.trace.actions[made.begin :], strict=False)
     ]
     check_noise(acts)
 

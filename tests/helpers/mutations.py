@@ -1,7 +1,7 @@
 """The mutants of a script, for mutants.py: each is its source with one change of the algorithm.
 
-The algorithm is what stands above the line "From here on nothing is the algorithm's", but for arguments, and of
-what is below it NUMBERS, by which logged numbers, seeds and gradients come about. Statements within it that are
+The algorithm is what stands above the line "From here on nothing is the algorithm's", but for the arguments,
+and of what is below it NUMBERS, where logs, seeds and gradients come about. Statements within it that are
 plumbing, or that only make it faster (PLUMBING), are left as they are.
 """
 
@@ -13,9 +13,10 @@ from typing import NamedTuple
 BORDER = "From here on nothing is the algorithm's"
 NUMBERS = "Run", "ended_episodes", "start_process", "seed_all", "over_processes", "flatten"
 PLUMBING = re.compile(
-    r"heartbeat|atexit|signum|stop_signal|sys\.exit|\bfail|\bmessage\b|\bcauses\b|\bgood\b|writer|\bbar\b|time_ns|tqdm"
-    r"|\block\(|start_logging|\bname\b.*replace|\bfolder\b|_checkpoint\(|\bsaved\b|compile|cuda|Graph|\.close\("
-    r"|\braise\b|\bexcept\b|isatty|\btotal = |mallopt|set_num_threads|set_flush_denormal"
+    r"heartbeat|HEARTBEATS|atexit|signum|stop_signal|sys\.exit|\bfail|\bmessage\b|\bcauses\b|\bgood\b|writer"
+    r"|\bbar\b|time_ns|tqdm|isatty|\btotal = |\block\(|start_logging|\bname\b.*replace|\bfolder\b"
+    r"|_checkpoint\(|\bsaved\b|compile|cuda|Graph|\.close\(|\braise\b|\bexcept\b|keep_freed|warn_of|check_tasks|mallopt"
+    r"|set_num_threads|set_flush_denormal"
 )
 OPERATORS = {
     ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"),
@@ -63,8 +64,10 @@ def algorithm(source):
             section = BORDER if BORDER in line else title[1]
         sections.append(section)
     for node in ast.parse(source).body:
-        is_below = sections[node.lineno - 1] == BORDER
-        if getattr(node, "name", "") in NUMBERS if is_below else sections[node.lineno - 1] not in (None, "Arguments"):
+        section = sections[node.lineno - 1]
+        if section == BORDER and getattr(node, "name", "") not in NUMBERS:
+            continue
+        if section not in (None, "Arguments"):
             yield node
 
 

@@ -149,8 +149,8 @@ class Games(gym.vector.VectorEnv):
                     episode[name][n] = info["episode"][name]
                 obs[n] = self.envs[n].reset()[0]
         over = terminated | truncated
-        info = dict(final_obs=final_obs, final_info=dict(episode=episode, _episode=over)) if over.any() else {}
-        return obs, rewards, terminated, truncated, info
+        final = dict(final_obs=final_obs, final_info=dict(episode=episode, _episode=over))
+        return obs, rewards, terminated, truncated, final if over.any() else {}
 
 
 BASE = dict(num_envs=2, num_steps=8, total_timesteps=32, device="cpu")
