@@ -359,7 +359,7 @@ class Run:
                 fail(f"{args.resume}: the processes of torchrun read different checkpoints")
         self.step = self.numbers["iteration"] * args.batch_size
         self.seed = args.seed + self.step + RANK * args.num_envs // WORLD_SIZE  # of the next episodes
-        self.episodes, self.timed_from, self.is_logged = [], None, True
+        self.episodes, self.timed_from = [], None
         if RANK == 0:
             self.writer = start_logging(args, self.folder, self.step)
             style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
@@ -370,12 +370,12 @@ class Run:
 
     def iterations(self) -> Iterator[int]:
         """Counts the iterations that are left. Saves after some of them, the last one, and a signal's."""
-        saved, end = self.numbers["iteration"], self.args.num_iterations
-        for done in range(saved + 1, end + 1):
+        first, end = self.numbers["iteration"], self.args.num_iterations
+        for done in range(first + 1, end + 1):
             heartbeat("iteration")
             # Each has a seed of its own, so no random state is saved. Python salts no hash of integers.
             seed_all(hash((self.args.seed, done - 1, RANK)))
-            self.is_logged = done % self.log_every == 0 or done == end
+            self.done = done
             yield done - 1
             signum = int(over_processes("MAX", Run.stop_signal))
             if signum or done % self.args.save_every == 0 or done == end:
@@ -385,6 +385,12 @@ class Run:
                     save_checkpoint(self.folder, self.args, self.parts, self.numbers)
             if signum:
                 sys.exit(128 + signum)
+
+    @property
+    def is_logged(self) -> bool:
+        """Whether this iteration logs more than its episodes."""
+        is_last = self.done == self.args.num_iterations or Run.stop_signal > 0
+        return is_last or self.done % self.log_every == 0
 
     def count_steps(self, n: int, info: dict):
         """Counts n environment steps, and notes the episodes that ended in them."""
@@ -563,7 +569,8 @@ def heartbeat(name: str):
 
 def watch_heartbeats(seconds: int):
     """Ends the process, and shows where each thread is, when a loop does not go on for so many seconds."""
-    print(f"--stall-seconds {seconds}: a longer iteration ends the run", file=sys.stderr)
+    if RANK == 0:
+        print(f"--stall-seconds {seconds}: a longer iteration ends the run", file=sys.stderr)
     while True:
         # may crash beside threads that run, so it is only for C code that keeps Python's lock
         faulthandler.dump_traceback_later(seconds + 1, exit=True, file=2)

@@ -24,7 +24,9 @@ def export(run_dir: Path | str, path: Path | str):
     events.Reload()
     if "charts/episodic_return" not in events.Tags()["scalars"]:
         raise ValueError(f"{run_dir}: no episode has ended, so there is nothing to compare")
-    ticks = [(e.step, e.wall_time) for e in events.Scalars("charts/SPS")]
+    # when each iteration was logged; charts/SPS alone leaves the first one out
+    tags = [tag for tag in events.Tags()["scalars"] if tag == "charts/SPS" or tag.startswith("losses/")]
+    ticks = sorted({e.step: e.wall_time for tag in tags for e in events.Scalars(tag)}.items())
     gaps = sorted(b - a for (_, a), (_, b) in zip(ticks, ticks[1:], strict=False))
     usual = gaps[len(gaps) // 2] if gaps else 0.0
     clock = {}

@@ -22,6 +22,7 @@ import pickle
 import shutil
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -54,6 +55,8 @@ class Args:
 
 class Watcher:
     """The evaluations of a run, and how to add the next."""
+
+    timer = None  # of --stall-seconds
 
     def __init__(self, args: Args):
         self.args, self.folder, self.rows = args, args.run / "eval", []
@@ -95,6 +98,13 @@ class Watcher:
             sys.path.insert(0, str(found[0].parent))  # as if it were run: modules of its own lie beside it
         return importlib.import_module(name)
 
+    def watch_heartbeats(self, script: ModuleType):
+        """Starts the timer of --stall-seconds, by this flag and not by that of the training."""
+        if self.args.stall_seconds and not self.timer:
+            watch = dict(target=script.watch_heartbeats, args=[self.args.stall_seconds], daemon=True)
+            self.timer = threading.Thread(**watch)
+            self.timer.start()
+
     def evaluate(self) -> bool:
         """Evaluate the checkpoint, unless that was done. True if it is the training's last."""
         path = self.args.run / "checkpoint.pt"
@@ -115,8 +125,10 @@ class Watcher:
             copy.mkdir(exist_ok=True)
             self.write(f"eval/{step}/checkpoint.pt", checkpoint)
             args = replace(args, evaluate=str(copy), eval_episodes=self.args.episodes, device="cpu")
-            args = replace(args, stall_seconds=self.args.stall_seconds)  # for the lowest priority
+            self.watch_heartbeats(script)
             returns = script.evaluate(args)
+            if self.timer:
+                script.HEARTBEATS.clear()  # the next checkpoint may be long in coming
             mean, std = float(np.mean(returns)), float(np.std(returns))
             row = dict(
                 step=step, mean=mean, std=std, episodes=len(returns), seconds=round(time.time() - start, 1)
@@ -178,8 +190,6 @@ def main():
         fail("episodes and poll must be above 0")
     if not 0 <= args.stall_seconds < 2**22:
         fail("stall_seconds must be from 0 to 2**22 - 1")
-    if args.stall_seconds:
-        print(f"--stall-seconds {args.stall_seconds}: a longer step ends it", file=sys.stderr)
     if not args.run.is_dir():
         fail(f"there is no folder {args.run}")
     path, seen, finished = args.run / "checkpoint.pt", None, False

@@ -102,7 +102,7 @@ def test_a_population_goes_on_from_its_parents_checkpoints():
         assert min(abs(factor - x) for x in (1, 1.2, 1 / 1.2)) < 1e-9
         assert state["args"]["ent_coef"] == float(table[2 + k]["ent_coef"]) and not state["args"]["anneal_lr"]
         (run_dir,) = (folder / f"member_{k}/runs").iterdir()
-        assert [step for step, _ in scalars(run_dir, "charts/SPS")] == list(range(512, 4097, 512))
+        assert [step for step, _ in scalars(run_dir, "charts/learning_rate")] == list(range(512, 4097, 512))
     assert states[0, 1]["last_returns"][-20:] != states[1, 1]["last_returns"][-20:]  # other random numbers
 
 

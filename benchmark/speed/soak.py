@@ -69,7 +69,7 @@ def steps_of(folder: Path) -> int:
     (run_dir,) = (folder / "runs").iterdir()
     events = EventAccumulator(str(run_dir))
     events.Reload()
-    return events.Scalars("charts/SPS")[-1].step
+    return max(events.Scalars(tag)[-1].step for tag in events.Tags()["scalars"])
 
 
 def main():

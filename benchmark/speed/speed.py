@@ -86,10 +86,11 @@ def measure(name: str, *flags: str, processes: int = 1) -> tuple[float, float]:
         (run_dir,) = Path(folder, "runs").iterdir()
         events = EventAccumulator(str(run_dir))
         events.Reload()
-        points = events.Scalars("charts/SPS")
-    if len(points) < 2:
+        is_timed = "charts/SPS" in events.Tags()["scalars"]  # from the end of the first iteration on
+        points = events.Scalars("charts/SPS") if is_timed else []
+    if not points:
         fail("the steps of a run must be two iterations or more, of which the first is not timed")
-    return (points[-1].step - points[0].step) / (points[-1].wall_time - points[0].wall_time), peak
+    return points[-1].value, peak
 
 
 def append(path: Path, row: dict):

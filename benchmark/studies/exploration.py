@@ -14,7 +14,6 @@ walls visits 29 cells, a uniform one 1.4.
 """
 
 import csv
-import signal
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,7 +67,8 @@ def of_run(run: str, episodes: int, epsilon: float) -> tuple[list, list[tuple[in
     envs = ngu_r2d2.make_env(args, 16)
     agent, curiosity = ngu_r2d2.Agent(envs, args), ngu_r2d2.Curiosity(envs, args)
     ngu_r2d2.load_checkpoint(run, dict(agent=agent, curiosity=curiosity))
-    actor = ngu_r2d2.Actor(replace(args, num_policies=1), envs, agent, curiosity, seed=10**6)
+    actor = ngu_r2d2.Actor(replace(args, num_policies=1), envs, agent, curiosity)
+    actor.reset(seed=10**6)
     while len(found) < episodes:
         mazes = [env.unwrapped for env in envs.envs]
         before = [(maze.visited, maze.steps) for maze in mazes]
@@ -96,10 +96,7 @@ def main():
     ngu_r2d2.encoder = map_encoder
     if sys.argv[1:2] == ["train"]:
         del sys.argv[1]
-        args, stop = ngu_r2d2.parse_args(), []
-        for signum in (signal.SIGINT, signal.SIGTERM):  # which end the run after its iteration
-            signal.signal(signum, lambda signum, _: stop.append(signum))
-        ngu_r2d2.train(args, stop)
+        ngu_r2d2.main()
         return
     args = tyro.cli(Args)
     results = [of_run(run, args.episodes, args.epsilon) for run in args.runs] or [
