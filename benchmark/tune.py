@@ -228,11 +228,9 @@ class Round(run.Run):
             raise RuntimeError(f"{self.folder} ended with {returncode}:\n{self.log.read_text()[-2000:]}")
 
     def result(self) -> tuple[float, int]:
-        """Fitness, the mean over the tasks of a script with several, and iterations so far."""
+        """Fitness, the mean of the last hundred returns, and iterations so far."""
         state = torch.load(self.snapshot(self.number), weights_only=True)
-        returns = state["last_returns"]
-        tasks = returns.values() if isinstance(returns, dict) else [returns]
-        return float(np.mean([np.mean(task or np.nan) for task in tasks])), state["iteration"]
+        return float(np.mean(state["last_returns"] or np.nan)), state["iteration"]
 
 
 def save(path: Path, rows: list[dict]):

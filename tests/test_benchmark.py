@@ -218,7 +218,7 @@ def test_a_stopped_runner_goes_on_where_it_was(signum):
         assert len(list((folder / "runs").glob("*"))) <= 1
         time.sleep(0.05)
     assert again.returncode == 0 and not folder.exists()
-    assert [step for step, _ in scalars(kept, "charts/SPS")] == list(range(512, 512 * 195 + 1, 512))
+    assert [step for step, _ in scalars(kept, "losses/value_loss")] == list(range(512, 512 * 195 + 1, 512))
     (row,) = rows()
     assert row["parts"] == "2" and 1 <= int(row["seconds"]) < 300
     episodes = rows(csv_of("total-timesteps=100000"))
