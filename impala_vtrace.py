@@ -678,7 +678,8 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
             flat.grad.mul_(WORLD_SIZE)
         elif WORLD_SIZE > 1:  # several learners, section 3: gradients are summed
             torch.distributed.all_reduce(flat.grad)
-        norm = nn.utils.clip_grad_norm_([flat], args.max_grad_norm)
+        norm = flat.grad.norm()
+        flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
         optimizer.step(flat, lr)
         flat.grad.zero_()  # in place, for the views
         return metrics | dict(grad_norm=norm)

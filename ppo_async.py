@@ -553,7 +553,8 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
         if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients, averaged over samples
             size = len(batch["obs"])  # processes may have kept different numbers of segments
             torch.distributed.all_reduce(flat.grad.mul_(size / over_processes("SUM", size)))
-        norm = nn.utils.clip_grad_norm_([flat], args.max_grad_norm)  # detail 11: of the global gradient norm
+        norm = flat.grad.norm()  # detail 11: clipping of the global gradient norm
+        flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
         optimizer.step()
         flat.grad.zero_()  # in place, for the views
         return metrics | dict(grad_norm=norm)

@@ -165,7 +165,8 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
 
     same_step = gym.vector.AutoresetMode.SAME_STEP
     try:  # detail 1: vectorized architecture. Slow environments gain from AsyncVectorEnv.
-        envs = gym.vector.SyncVectorEnv([make] * num_envs, autoreset_mode=same_step)
+        # without copies of observations, as NormalizedEnvs makes new arrays
+        envs = gym.vector.SyncVectorEnv([make] * num_envs, copy=False, autoreset_mode=same_step)
     except (gym.error.Error, ImportError) as error:
         fail_to_make(args.env_id, error)
     check_spaces(args.env_id, envs)
@@ -301,7 +302,8 @@ def train(args: Args) -> Path:
         loss.backward()
         if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients, averaged over the processes of torchrun
             torch.distributed.all_reduce(flat.grad.div_(WORLD_SIZE))
-        norm = nn.utils.clip_grad_norm_([flat], args.max_grad_norm)  # detail 11: of the global gradient norm
+        norm = flat.grad.norm()  # detail 11: clipping of the global gradient norm
+        flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
         optimizer.step()
         flat.grad.zero_()  # in place, for the views
         return metrics | dict(grad_norm=norm)

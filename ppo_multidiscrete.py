@@ -365,7 +365,8 @@ def train(args: Args) -> Path:
         loss.backward()
         if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients, averaged over the processes of torchrun
             torch.distributed.all_reduce(flat.grad.div_(WORLD_SIZE))
-        norm = nn.utils.clip_grad_norm_([flat], args.max_grad_norm)  # detail 11: of the global gradient norm
+        norm = flat.grad.norm()  # detail 11: clipping of the global gradient norm
+        flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
         optimizer.step()
         flat.grad.zero_()  # in place, for the views
         return metrics | dict(grad_norm=norm)

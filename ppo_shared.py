@@ -146,14 +146,18 @@ class Agent(nn.Module):
         self.actor = layer_init(nn.Linear(64, num_actions), std=0.01)
         self.critic = layer_init(nn.Linear(64, 1), std=1.0)
 
+    def distribution(self, hidden: Tensor) -> Categorical:
+        """Distribution of actions (...) given the network's output (..., 64)."""
+        return Categorical(self.actor(hidden))
+
     def policy(self, obs: Tensor) -> Categorical:
         """Distribution of actions (...) given observations (..., obs_dim)."""
-        return self(obs)[0]
+        return self.distribution(self.network(obs.float()))
 
     def forward(self, obs: Tensor) -> tuple[Categorical, Tensor]:
         """Policy and value (...) of observations (..., obs_dim)."""
         hidden = self.network(obs.float())
-        return Categorical(self.actor(hidden)), self.critic(hidden).squeeze(-1)
+        return self.distribution(hidden), self.critic(hidden).squeeze(-1)
 
 
 # === Algorithm ===============================================================================
@@ -223,7 +227,8 @@ def train(args: Args) -> Path:
         loss.backward()
         if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients, averaged over the processes of torchrun
             torch.distributed.all_reduce(flat.grad.div_(WORLD_SIZE))
-        norm = nn.utils.clip_grad_norm_([flat], args.max_grad_norm)  # detail 11: of the global gradient norm
+        norm = flat.grad.norm()  # detail 11: clipping of the global gradient norm
+        flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
         optimizer.step()
         flat.grad.zero_()  # in place, for the views
         return metrics | dict(grad_norm=norm)

@@ -1019,19 +1019,16 @@ def test_an_observation_is_not_overwritten_by_the_next_step(name, env_id):
 
 @pytest.mark.parametrize("name", ["ppo", "ppo_shared", "ppo_continuous"])
 def test_a_changed_policy_acts_trains_and_is_evaluated(name, monkeypatch):
-    """There is one, in Agent.policy() or forward(). Here it is as good as sure of one action."""
+    """There is one, Agent.policy(), which forward() shares. Here it is as good as sure of one action."""
     script, taken = SCRIPTS[name], []
-    place = "forward" if script is ppo_shared else "policy"  # the other one calls it
+    place = "distribution" if script is ppo_shared else "policy"  # policy() and forward() call it
     original, step = getattr(script.Agent, place), gym.vector.SyncVectorEnv.step
 
-    def changed(self, obs):
-        found = original(self, obs)
-        dist = found[0] if place == "forward" else found
+    def changed(self, x):
+        dist = original(self, x)
         if script is ppo_continuous:
-            dist = type(dist)(0 * dist.mean + 0.75, 0 * dist.log_std - 7)
-        else:
-            dist = type(dist)(dist.logprobs + torch.tensor([0.0, 50.0]))
-        return (dist, found[1]) if place == "forward" else dist
+            return type(dist)(0 * dist.mean + 0.75, 0 * dist.log_std - 7)
+        return type(dist)(dist.logprobs + torch.tensor([0.0, 50.0]))
 
     def spy(self, actions):
         taken.extend(actions)
