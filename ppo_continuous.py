@@ -437,7 +437,7 @@ class Run:
                 fail(f"{args.resume}: the processes of torchrun read different checkpoints")
         self.step = self.numbers["iteration"] * args.batch_size
         self.seed = args.seed + self.step + RANK * args.num_envs // WORLD_SIZE  # of the next episodes
-        self.episodes, self.timed_from, self.signum = [], None, 0
+        self.episodes, self.timed_from = [], None
         if RANK == 0:
             self.writer = start_logging(args, self.folder, self.step)
             style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
@@ -455,7 +455,7 @@ class Run:
             seed_all(hash((self.args.seed, done - 1, RANK)))
             self.done = done
             yield done - 1
-            signum = int(over_processes("MAX", self.signum))
+            signum = int(over_processes("MAX", Run.stop_signal))
             if signum or done % self.args.save_every == 0 or done == end:
                 self.numbers["iteration"] = done
                 if RANK == 0:
@@ -480,7 +480,6 @@ class Run:
 
         Of several processes, the first logs its own episodes and losses. data: arrays, such as rewards.
         """
-        self.signum = Run.stop_signal  # one that comes later waits for the next iteration, which logs
         losses = {f"losses/{name}": float(x) for name, x in losses.items()}
         self.check_finite(losses, data)
         returns = [episode[self.shown] for _, episode in self.episodes if self.shown in episode]
