@@ -496,9 +496,10 @@ class Run:
             heartbeat("iteration")
             # Each has a seed of its own, so no random state is saved. Python salts no hash of integers.
             seed_all(hash((self.args.seed, done - 1, RANK)))
-            self.done = done
+            self.done, self.was_logged = done, False
             yield done - 1
-            signum = int(over_processes("MAX", Run.stop_signal))
+            # A signal that came after the log waits for the next iteration, so that what is saved is logged.
+            signum = int(over_processes("MAX", Run.stop_signal if self.was_logged else 0))
             if signum or done % self.args.save_every == 0 or done == end:
                 self.numbers["iteration"] = done
                 if RANK == 0:
@@ -527,8 +528,9 @@ class Run:
         self.check_finite(losses, data)
         returns = [episode[self.shown] for _, episode in self.episodes if self.shown in episode]
         self.numbers["last_returns"] = (self.numbers["last_returns"] + returns)[-100:]
+        self.was_logged = self.is_logged
         if RANK == 0:
-            last = [(self.step, losses | scalars | self.speed())] if self.is_logged else []
+            last = [(self.step, losses | scalars | self.speed())] if self.was_logged else []
             for step, logged in self.episodes + last:
                 for name, x in logged.items():
                     if np.isfinite(float(x)):
