@@ -592,6 +592,25 @@ def test_signal_saves_and_exits(script, signum, code):
     assert steps_of(run_dir)[-1] == state["iteration"] * state["args"].batch_size
 
 
+@pytest.mark.parametrize("name", SCRIPTS | OTHERS)
+def test_a_signal_after_an_iteration_was_logged_waits_for_the_next(name, monkeypatch):
+    script, saved = (SCRIPTS | OTHERS)[name], []
+    args = aligned_args(script, monkeypatch)
+    log, save = script.Run.log, script.save_checkpoint
+
+    def signalled(run, *arguments, **data):
+        log(run, *arguments, **data)
+        if run.done == 2:
+            run.was_logged = False  # as where --log-every is above 1
+            monkeypatch.setattr(script.Run, "stop_signal", signal.SIGTERM)
+
+    monkeypatch.setattr(script.Run, "log", signalled)
+    monkeypatch.setattr(script, "save_checkpoint", lambda *x: saved.append(x[-1]["iteration"]) or save(*x))
+    with pytest.raises(SystemExit) as end:
+        script.train(args)
+    assert end.value.code == 143 and saved[-1] == 3
+
+
 def test_same_seed_same_numbers(script):
     runs = [script.train(small_args(script, seed=seed, num_envs=4)) for seed in (1, 1, 2)]
     states = [torch.load(run / "checkpoint.pt", weights_only=True) for run in runs]
