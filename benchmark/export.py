@@ -7,6 +7,7 @@ several policies (ngu_r2d2.py) only the episodes of the first count, which is th
 """
 
 import csv
+import io
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,7 +15,15 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmark.cli import fail  # noqa: E402
+from benchmark.cli import fail, write_file  # noqa: E402
+
+
+def replaceable(path: Path) -> Path:
+    """The file that writing to path replaces: where a link leads, and never a device, a pipe or a folder."""
+    target = path.resolve()
+    if not target.parent.is_dir() or path.exists() and not target.is_file():
+        raise ValueError(f"{path} must be a regular file or a new one, in a folder that exists")
+    return target
 
 
 def export(run_dir: Path | str, path: Path | str):
@@ -49,16 +58,16 @@ def export(run_dir: Path | str, path: Path | str):
             raise ValueError(f"{run_dir}: no episode of the first policy has ended")
         returns, lengths = zip(*kept, strict=True)
     steps, k = sorted(clock), 0
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["step", "seconds", "return", "length"])
+    for e, n in zip(returns, lengths, strict=True):
+        while k + 1 < len(steps) and steps[k] < e.step:
+            k += 1
+        writer.writerow([e.step, f"{clock[steps[k]]:.0f}", f"{e.value:.7g}", int(n.value)])
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_suffix(".tmp"), "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["step", "seconds", "return", "length"])
-        for e, n in zip(returns, lengths, strict=True):
-            while k + 1 < len(steps) and steps[k] < e.step:
-                k += 1
-            writer.writerow([e.step, f"{clock[steps[k]]:.0f}", f"{e.value:.7g}", int(n.value)])
-    path.with_suffix(".tmp").replace(path)
+    write_file(replaceable(path), text.getvalue())
 
 
 if __name__ == "__main__":

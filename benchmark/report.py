@@ -27,8 +27,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmark import figures  # noqa: E402
-from benchmark.cli import fail  # noqa: E402
+from benchmark.cli import fail, write_file  # noqa: E402
 from benchmark.compare import number  # noqa: E402
+from benchmark.export import replaceable  # noqa: E402
 
 FORMATS = {  # where a script logs its arguments, and how
     "args/text_summary": ("ours", r"^ *(\w+): (.*)$"),
@@ -299,8 +300,10 @@ def main():
         if args.folders:
             fail("--wandb compares the runs of a W&B project, not folders")
         return save_report(args)
-    if args.out.is_dir() or not args.out.parent.is_dir():
-        fail(f"--out {args.out} must be a file in a folder that exists")
+    try:
+        out = replaceable(args.out)
+    except (OSError, ValueError) as error:
+        fail(f"--out: {error}")
     runs, notes = {}, []
     for folder in args.folders:
         found = event_folders(folder)
@@ -318,9 +321,10 @@ def main():
     ]
     for note in notes:
         print(f"report.py: {note}", file=sys.stderr)
-    temporary = args.out.with_name(f"{args.out.name}.tmp")
-    temporary.write_text(page(groups, notes, args.metric))
-    temporary.replace(args.out)
+    try:
+        write_file(out, page(groups, notes, args.metric))
+    except OSError as error:
+        fail(error)
     print(args.out)
 
 

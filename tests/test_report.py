@@ -21,6 +21,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import ppo
 from benchmark import report
+from benchmark.export import export
 
 SCRIPT = Path(__file__).parent.parent / "benchmark/report.py"
 RETURN = "charts/episodic_return"
@@ -210,8 +211,11 @@ def test_differing_flags():
     [
         ([], "give run folders, such as runs/\\*"),
         (["nowhere"], "nowhere: no TensorBoard events"),
-        ([".", "--out", "."], "--out . must be a file in a folder that exists"),
-        ([".", "--out", "no/report.html"], "--out no/report.html must be a file in a folder that exists"),
+        ([".", "--out", "."], "--out: . must be a regular file or a new one, in a folder that exists"),
+        (
+            [".", "--out", "no/page"],
+            "--out: no/page must be a regular file or a new one, in a folder that exists",
+        ),
         (["runs", "--wandb"], "--wandb compares the runs of a W&B project, not folders"),
     ],
 )
@@ -221,6 +225,43 @@ def test_mistakes(flags, message, monkeypatch, capsys):
     assert re.fullmatch(f"report.py: error: {message}\n", capsys.readouterr().err) and not list(
         Path().iterdir()
     )
+
+
+@pytest.fixture(params=["pipe", "link to a pipe", "link as /dev/stdout"])
+def special(request):
+    """What must not be replaced; /dev itself is no place for a test that may fail."""
+    os.mkfifo("pipe")
+    open_pipe = os.open("pipe", os.O_RDWR)
+    path = Path("pipe" if request.param == "pipe" else "link")
+    if path.name == "link":
+        path.symlink_to(f"/proc/{os.getpid()}/fd/{open_pipe}" if "stdout" in request.param else "pipe")
+    yield path
+    os.close(open_pipe)
+
+
+def test_no_device_is_replaced(special, runs, monkeypatch, capsys):
+    """A link to one neither, nor by export.py."""
+    before = os.lstat(special)
+    with pytest.raises(SystemExit, match="2"):
+        report_on(monkeypatch, runs, "--out", special)
+    said = f"{special} must be a regular file or a new one, in a folder that exists\n"
+    assert capsys.readouterr().err == f"report.py: error: --out: {said}"
+    command = [sys.executable, SCRIPT.with_name("export.py"), next(runs.iterdir()), special]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, f"export.py: error: {said}")
+    assert os.lstat(special) == before and {path.name for path in Path().iterdir()} <= {"pipe", "link"}
+
+
+def test_a_link_to_a_regular_file_stays_and_the_file_is_replaced(runs, monkeypatch):
+    """Someone has put it there so that the file is written elsewhere."""
+    Path("elsewhere").mkdir()
+    for name in ("report.html", "run.csv"):
+        Path(name).symlink_to(f"elsewhere/{name}")  # the first time, there is no such file
+    for _ in range(2):
+        page = report_on(monkeypatch, runs)
+        export(next(runs.iterdir()), "run.csv")
+        assert Path("report.html").is_symlink() and Path("elsewhere/report.html").read_text() == page
+        assert Path("run.csv").is_symlink() and Path("elsewhere/run.csv").read_text().startswith("step,")
 
 
 # === Weights & Biases =========================================================================
