@@ -14,9 +14,9 @@ start it in the same terminal: Linux shares cores among terminals before it look
 """
 
 import csv
-import fcntl
 import importlib
 import io
+import lzma
 import os
 import pickle
 import shutil
@@ -24,22 +24,27 @@ import signal
 import sys
 import threading
 import time
+import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 import torch
 import tyro
+from filelock import FileLock, Timeout
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmark import figures  # noqa: E402
-from benchmark.cli import fail  # noqa: E402
+from benchmark.cli import fail, read_csv  # noqa: E402
 
+# what ZipFile and torch.load raise for files that were cut or changed, besides common errors
+DAMAGED = (BadZipFile, EOFError, OverflowError, lzma.LZMAError, pickle.UnpicklingError, zlib.error)
 COLUMNS = dict(step=int, mean=float, std=float, episodes=int, seconds=float)  # of eval.csv
 
 
@@ -53,6 +58,31 @@ class Args:
     script: Path | None = None  # the run's script, where it is neither in this folder nor in the repository
 
 
+def read_evaluations(path: Path) -> list[dict[str, float]]:
+    """Rows of eval.csv."""
+    rows = []
+    for number, row in enumerate(read_csv(path, COLUMNS), 2):  # the first line has the names
+        try:
+            rows.append({name: COLUMNS[name](x) for name, x in row.items()})
+        except ValueError as error:
+            fail(f"{path}, line {number}: {error}")
+    return rows
+
+
+def read_checkpoint(path: Path) -> tuple[bytes, dict]:
+    """A checkpoint as it lies on the disk, and what it holds."""
+    try:
+        checkpoint = path.read_bytes()
+        if damaged := ZipFile(io.BytesIO(checkpoint)).testzip():  # torch.load compares no checksums
+            raise ValueError(f"{damaged} is damaged")
+        state = torch.load(io.BytesIO(checkpoint), map_location="cpu", weights_only=True)
+        if missing := {"script", "args", "iteration"} - set(state):
+            raise ValueError(f"{', '.join(sorted(missing))} is missing")
+    except (OSError, LookupError, RuntimeError, TypeError, ValueError, *DAMAGED) as error:
+        fail(f"{path} is no readable checkpoint: {error!r:.150}")
+    return checkpoint, state
+
+
 class Watcher:
     """The evaluations of a run, and how to add the next."""
 
@@ -62,15 +92,14 @@ class Watcher:
         self.args, self.folder, self.rows = args, args.run / "eval", []
         try:
             self.folder.mkdir(exist_ok=True)
-            self.lock = open(self.folder / "lock", "w")
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            self.lock = FileLock(self.folder / "lock")
+            self.lock.acquire(blocking=False)
+        except Timeout:
             fail(f"{args.run} has a watcher")
         except OSError as error:
             fail(f"{args.run}: {error}")
         if (args.run / "eval.csv").exists():
-            with open(args.run / "eval.csv") as file:
-                self.rows = [{k: COLUMNS[k](x) for k, x in row.items()} for row in csv.DictReader(file)]
+            self.rows = read_evaluations(args.run / "eval.csv")
         self.training = EventAccumulator(str(args.run), size_guidance={"scalars": 0})
         if self.rows:
             self.publish()  # what a kill left undone
@@ -108,12 +137,8 @@ class Watcher:
     def evaluate(self) -> bool:
         """Evaluate the checkpoint, unless that was done. True if it is the training's last."""
         path = self.args.run / "checkpoint.pt"
-        try:
-            checkpoint = path.read_bytes()  # the training may replace the file from now on
-            state = torch.load(io.BytesIO(checkpoint), map_location="cpu", weights_only=True)
-            name = state["script"]
-        except (OSError, EOFError, RuntimeError, LookupError, TypeError, pickle.UnpicklingError) as error:
-            fail(f"{path} is no readable checkpoint: {str(error)[:150]}")
+        checkpoint, state = read_checkpoint(path)  # the training may replace the file from now on
+        name = state["script"]
         script = self.script(name)
         try:
             args = script.Args(**state["args"])
@@ -184,7 +209,8 @@ def main():
     args = tyro.cli(Args)
     for signum in (signal.SIGINT, signal.SIGTERM):  # no different from a kill: that is safe at any time
         signal.signal(signum, lambda signum, _: os._exit(128 + signum))
-    os.nice(19)
+    if hasattr(os, "nice"):  # Windows has none
+        os.nice(19)
     torch.set_num_threads(1)
     if args.episodes < 1 or not args.poll > 0:
         fail("episodes and poll must be above 0")

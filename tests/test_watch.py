@@ -1,6 +1,7 @@
 """benchmark/watch.py: the newest checkpoint, each once, the best byte for byte, the training left alone."""
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -49,7 +50,7 @@ def evaluate(args):
 @pytest.fixture
 def run(monkeypatch):
     """A run folder of a script whose evaluations are what its checkpoints say, here in the current folder."""
-    Path("scored.py").write_text(SCRIPT)
+    Path("scored.py").write_text(SCRIPT, encoding="utf-8")
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.delitem(sys.modules, "scored", raising=False)
     run = Path("runs/NAME")
@@ -84,7 +85,7 @@ def start(*flags):
 
 def evaluations(run):
     """[(step, mean), ...] of eval.csv, which must be TensorBoard's, too."""
-    head, *rows = [line.split(",") for line in (run / "eval.csv").read_text().splitlines()]
+    head, *rows = [line.split(",") for line in (run / "eval.csv").read_text(encoding="utf-8").splitlines()]
     assert head == ["step", "mean", "std", "episodes", "seconds"]
     for column, tag in ((1, "eval/episodic_return"), (2, "eval/episodic_return_std")):
         assert scalars(run / "eval", tag) == [(int(row[0]), float(row[column])) for row in rows]
@@ -105,7 +106,7 @@ def test_only_the_newest_checkpoint_until_the_training_has_finished(run):
     assert (watcher.returncode, err) == (0, "")
     assert out.splitlines()[-1] == "best return 5.00 at step 10: runs/NAME/best.pt"
     assert evaluations(run) == [(10, 5.0), (40, 3.0)]
-    assert (run / "eval.csv").read_text().splitlines()[1].startswith("10,5.0,1.0,4,")
+    assert (run / "eval.csv").read_text(encoding="utf-8").splitlines()[1].startswith("10,5.0,1.0,4,")
     assert (run / "best.pt").read_bytes() == first
     assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert not [path for path in (run / "eval").iterdir() if path.is_dir()]
@@ -155,7 +156,7 @@ def test_killed_between_any_two_writes(tmp_path, monkeypatch, run):
             patch.setattr(Path, "replace", replace)
             watcher.evaluate()
         watcher.writer.close()
-        watcher.lock.close()
+        watcher.lock.release()
     time.sleep(1.1)  # TensorBoard orders the event files of a run by their second
     for written in range(4):
         run = tmp_path / str(written)
@@ -223,6 +224,48 @@ def test_a_hanging_evaluation_is_shown_and_ends_it(run):
     assert not (run / "eval.csv").exists()
 
 
+def test_a_damaged_checkpoint(monkeypatch, capsys):
+    """Cut at 50 places, and with a byte changed at 200: one line, or it is evaluated as if it were whole."""
+    run = ppo.train(small_args(ppo))
+    path = run / "checkpoint.pt"
+    whole, rng = path.read_bytes(), random.Random(1)
+    assert once(run, "--episodes", 1, monkeypatch=monkeypatch) == 0
+    monkeypatch.setattr(watch.Watcher, "publish", lambda self: None)  # it draws for a quarter of a second
+    ends = [rng.randrange(len(whole)) for _ in range(50)]
+    cut = [whole[:end] for end in ends]
+    places = [rng.randrange(len(whole)) for _ in range(100)]
+    places += [len(whole) - rng.randrange(1, 2000) for _ in range(100)]  # the list of what the file holds
+    changed = [whole[:k] + bytes([whole[k] ^ rng.randrange(1, 256)]) + whole[k + 1 :] for k in places]
+    capsys.readouterr()
+    refused = 0
+    for content in cut + changed:
+        path.write_bytes(content)
+        code = once(run, "--episodes", 1, monkeypatch=monkeypatch)
+        if code == 0:
+            assert content in changed and capsys.readouterr().err == ""
+        else:
+            refused += 1
+            assert_one_line_error(code, capsys, f"{path} is no readable checkpoint: ")
+    assert refused > 100
+
+
+@pytest.mark.parametrize(
+    "end, words",
+    [
+        ("20,7.0,1.0,1", "eval.csv, line 3 has 4 of 5 columns"),
+        ("20,7.0,1.0,10,1", "eval.csv, line 3 has no line end"),
+        ("20,7.x,1.0,10,1.5\n", "eval.csv, line 3: could not convert string to float"),
+        ("20.5,7.0,1.0,10,1.5\n", "eval.csv, line 3: invalid literal for int"),
+    ],
+)
+def test_a_damaged_table(end, words, run, monkeypatch, capsys):
+    save(run, 3, 5.0)
+    table = f"step,mean,std,episodes,seconds\n10,5.0,1.0,10,1.5\n{end}"
+    (run / "eval.csv").write_text(table, encoding="utf-8")
+    assert_one_line_error(once(run, monkeypatch=monkeypatch), capsys, words)
+    assert (run / "eval.csv").read_text(encoding="utf-8") == table
+
+
 def test_mistakes(run, monkeypatch, capsys):
     def mistake(words, *flags):
         assert_one_line_error(once(*flags, monkeypatch=monkeypatch), capsys, words)
@@ -234,7 +277,7 @@ def test_mistakes(run, monkeypatch, capsys):
     mistake("stall_seconds must be from 0", run, "--stall-seconds", -1)
     watcher = watch.Watcher(watch.Args(run))
     mistake("runs/NAME has a watcher", run)
-    watcher.lock.close()
+    watcher.lock.release()
     checkpoint = save(run, 1, 5.0)
     for bad in (b"", checkpoint[: len(checkpoint) // 2], b"no checkpoint"):
         (run / "checkpoint.pt").write_bytes(bad)
