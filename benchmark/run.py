@@ -19,7 +19,6 @@ published curve; a higher one continues them. --total-timesteps changes the sche
 """
 
 import csv
-import fcntl
 import hashlib
 import io
 import json
@@ -32,9 +31,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -42,11 +40,12 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmark.cli import fail, write_file  # noqa: E402
+from benchmark.cli import fail, read_csv, write_file  # noqa: E402
 from benchmark.export import export  # noqa: E402
 from benchmark.suites import SUITES, Row  # noqa: E402
 
@@ -110,10 +109,10 @@ def build() -> dict[str, str]:
 def machine() -> dict[str, str]:
     """Names of the processors, and versions of what the runs compute with."""
     info = Path("/proc/cpuinfo")
-    models = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    models = re.findall(r"model name\s*: (.*)", info.read_text(encoding="utf-8")) if info.exists() else []
     names = [f"{os.cpu_count()} x {models[0] if models else platform.processor() or platform.machine()}"]
     for gpu in Path("/proc/driver/nvidia/gpus").glob("*/information"):
-        names += re.findall(r"Model:\s*(.*)", gpu.read_text())
+        names += re.findall(r"Model:\s*(.*)", gpu.read_text(encoding="utf-8"))
     versions = [f"Python {platform.python_version()}"]
     for package in PACKAGES:
         try:
@@ -141,12 +140,20 @@ class Run:
         self.results = args.results / args.suite
         self.csv, self.table = self.results / f"{self.name}.csv", self.results / "runs.csv"
         self.folder = self.results / "unfinished" / self.name
-        self.log = self.folder / "log.txt"
         options = row.options(args.flags) | {"total-timesteps": str(self.schedule)}
         flags = [word for name, x in options.items() for word in (f"--{name}", *x.split())]
         self.flags = ["--env-id", row.env_id, "--seed", str(seed), *flags, *PATIENCE]
         command = " ".join(["python", row.file, *self.flags])
         self.identity = dict(command=command, fingerprint=fingerprint(row))
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log.txt"
+
+    @property
+    def started(self) -> Path:
+        """An empty file that is there while the script runs, and stays if its runner is killed."""
+        return self.folder / "started"
 
     def run_dir(self) -> Path | None:
         """The run folder of the script, if it has a checkpoint."""
@@ -156,7 +163,7 @@ class Run:
     def record(self) -> dict:
         """What is known of the run in its folder: its identity and the parts in which it was run."""
         path = self.folder / "run.json"
-        return json.loads(path.read_text()) if path.exists() else {}
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
     def write_record(self, record: dict):
         write_file(self.folder / "run.json", json.dumps(record, indent=1))
@@ -192,24 +199,42 @@ class Run:
 
     def progress(self) -> int:
         """Environment steps, from the last line of the log."""
-        text = self.log.read_text(errors="replace")[-2000:] if self.log.exists() else ""
-        numbers = re.findall(r"([\d.]+)([kM]?)/[\d.]+[kM]? ", text)
+        numbers = re.findall(r"([\d.]+)([kM]?)/[\d.]+[kM]? ", self.log_end())
         return int(float(numbers[-1][0]) * dict(k=1e3, M=1e6).get(numbers[-1][1], 1)) if numbers else 0
+
+    def log_end(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")[-2000:] if self.log.exists() else ""
 
     def work(self, stopping: threading.Event):
         """Train until the run is done, or until it is to stop."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        path = self.folder.with_name(f"{self.name}.lock")
-        with open(path, "w") as lock:
-            # the run holds the lock, too: one that outlived its runner is waited for, not started twice
-            while not stopping.is_set() and not is_locked(lock):
+        lock = FileLock(f"{self.folder}.lock")
+        try:
+            while not stopping.is_set() and not is_taken(lock):
+                stopping.wait(1)
+            while not stopping.is_set() and self.is_orphan():
                 stopping.wait(1)
             if not stopping.is_set() and not self.is_done():
-                self.train(lock, stopping)
-            if self.is_done() and self.steps == self.schedule:
-                path.unlink(missing_ok=True)
+                self.train(stopping)
+        finally:
+            lock.release()
+        if self.is_done() and self.steps == self.schedule:
+            with suppress(PermissionError):  # on Windows, while another runner looks at it
+                Path(lock.lock_file).unlink(missing_ok=True)
 
-    def train(self, lock, stopping: threading.Event):
+    def is_orphan(self) -> bool:
+        """Whether the run goes on without its runner, which was killed: it is waited for, not started twice.
+
+        A script locks its run folder before it logs. One that has not logged yet is given a minute.
+        """
+        if self.started.exists():
+            start = self.started.stat().st_mtime
+            has_logged = any(path.stat().st_mtime >= start for path in self.folder.glob("runs/*/events*"))
+            if not has_logged and time.time() < start + 60:
+                return True
+        return any(not is_free(path) for path in self.folder.glob("runs/*/lock"))
+
+    def train(self, stopping: threading.Event):
         if (obstacle := self.row_of_another() or self.folder_of_another()) and not self.args.anew:
             raise Mistake(obstacle)
         if self.identity["fingerprint"] != fingerprint(self.row):
@@ -226,28 +251,27 @@ class Run:
         self.folder.mkdir(exist_ok=True)
         self.write_record(record)
         start = time.time()
-        returncode = self.execute(lock, stopping)
+        returncode = self.execute(stopping)
         part["seconds"] = round(time.time() - start)
         self.write_record(record)
         if returncode == 0 or returncode == 128 + signal.SIGTERM and self.is_beyond():
             self.finish(record["parts"])
         elif not stopping.is_set():
-            tail = self.log.read_text(errors="replace")[-2000:]
             error = Mistake if returncode == 2 else RuntimeError
-            raise error(f"{self.name} ended with {returncode}; see {self.log}\n{tail}")
+            raise error(f"{self.name} ended with {returncode}; see {self.log}\n{self.log_end()}")
 
-    def execute(self, lock, stopping: threading.Event) -> int:
+    def execute(self, stopping: threading.Event) -> int:
         """Exit code of the script, which is started or resumed, and stopped in time."""
         resume = ["--resume", str(self.run_dir().relative_to(self.folder))] if self.run_dir() else []
         environment = os.environ | dict(OMP_NUM_THREADS=str(self.threads), PYTHONPATH=str(ROOT))
-        with open(self.log, "a") as log:
+        self.started.touch()
+        with open(self.log, "ab") as log:
             process = subprocess.Popen(
                 [sys.executable, str(ROOT / self.row.file), *self.flags, *resume],
                 cwd=self.folder,
                 stdout=log,
                 stderr=log,
                 env=environment,
-                pass_fds=[lock.fileno()],
                 start_new_session=True,  # Ctrl-C is for the runner, which tells the runs
             )
         while process.poll() is None:
@@ -255,6 +279,7 @@ class Run:
                 process.send_signal(signal.SIGTERM)
                 process.wait()
             stopping.wait(1) if not stopping.is_set() else time.sleep(0.1)
+        self.started.unlink(missing_ok=True)
         return process.returncode
 
     def finish(self, parts: list[dict]):
@@ -290,12 +315,21 @@ def end_last_part(parts: list[dict], log: Path):
         parts[-1]["seconds"] = max(0, round(end - start))
 
 
-def is_locked(lock) -> bool:
+def is_taken(lock: FileLock) -> bool:
     """Takes the lock, if nobody else has it."""
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        lock.acquire(blocking=False)
+    except Timeout:
         return False
+    return True
+
+
+def is_free(path: Path) -> bool:
+    """Whether nobody has the lock of this path."""
+    lock = FileLock(path)
+    if not is_taken(lock):
+        return False
+    lock.release()
     return True
 
 
@@ -304,26 +338,13 @@ def is_locked(lock) -> bool:
 
 def read_table(path: Path) -> dict[str, dict]:
     """Rows of runs.csv by the run's name."""
-    if not path.exists():
-        return {}
-    with open(path, newline="") as file:
-        reader = csv.DictReader(file)
-        if reader.fieldnames != COLUMNS:
-            fail(f"{path} has other columns than {', '.join(COLUMNS)}")
-        return {row["run"]: row for row in reader}
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    (path.parent / "unfinished").mkdir(parents=True, exist_ok=True)
-    with open(path.parent / "unfinished" / f"{path.name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    return {row["run"]: row for row in read_csv(path, COLUMNS)} if path.exists() else {}
 
 
 def write_row(path: Path, name: str, row: dict | None):
     """Adds a run's row to runs.csv, replaces it, or removes it if it is None. Rows are in order of names."""
-    with locked(path):
+    (path.parent / "unfinished").mkdir(parents=True, exist_ok=True)
+    with FileLock(path.parent / "unfinished" / f"{path.name}.lock"):
         rows = read_table(path) | {name: row}
         text = io.StringIO()
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")

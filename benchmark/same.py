@@ -10,7 +10,6 @@ there (--sync). Rows of Gym-microRTS are left out where that is not installed. E
 not.
 """
 
-import csv
 import os
 import re
 import subprocess
@@ -23,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmark.cli import fail  # noqa: E402
+from benchmark.cli import fail, read_csv  # noqa: E402
 from benchmark.suites import RENAMED  # noqa: E402
 
 OF_TIME = ("SPS", "wait", "queue_fill", "seconds")  # parts of the names of what depends on the speed
@@ -50,7 +49,7 @@ def logged(source: str, script: str, flags: list[str]) -> dict[str, list[tuple[i
     """Steps and values of all that a run of a script logs, by name. NaN is equal to itself here."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"{script}.py")
-        path.write_text(source)
+        path.write_text(source, encoding="utf-8")
         if "--artificial-delay" in flags and "artificial_delay" not in source:
             path = ROOT / "benchmark/studies/staleness.py"  # which has that flag now
         command = [sys.executable, path, "--device", "cpu", *flags_of(source, script, flags)]
@@ -67,7 +66,7 @@ def logged(source: str, script: str, flags: list[str]) -> dict[str, list[tuple[i
 def agrees(build: str, script: str, flags: list[str]) -> bool:
     """Compares a script with itself in a commit, and prints what came out."""
     before = logged(source_of(build, script), script, flags)
-    now = logged((ROOT / f"{script}.py").read_text(), script, flags)
+    now = logged((ROOT / f"{script}.py").read_text(encoding="utf-8"), script, flags)
     different = sorted(tag for tag in before if tag in now and before[tag] != now[tag])
     verdict = f"differs in {', '.join(different)}" if different else "the same"
     gone = sorted(before.keys() - now.keys())  # new tags are no difference, nor are those that went
@@ -81,7 +80,7 @@ def recorded(results: Path) -> list[tuple[str, str, list[str]]]:
     """Commit, script and flags of one run of each suite, script, task and commit."""
     found = {}
     for table in sorted(results.glob("*/runs.csv")):
-        for row in csv.DictReader(table.open(newline="")):
+        for row in read_csv(table):
             key = (table.parent.name, row["script"], row["env_id"], row["commit"])
             flags = row["command"].split()[2:]
             if row["script"] in ("impala_vtrace", "ppo_async"):

@@ -39,7 +39,7 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmark import run  # noqa: E402
-from benchmark.cli import fail, write_file  # noqa: E402
+from benchmark.cli import fail, read_csv, write_file  # noqa: E402
 from benchmark.suites import Row  # noqa: E402
 
 
@@ -151,7 +151,7 @@ class Trial(run.Run):
     """A run of a suite whose results go to whoever asked for them."""
 
     def result(self) -> tuple[dict, str]:
-        return run.read_table(self.table)[self.name], self.csv.read_text()
+        return run.read_table(self.table)[self.name], self.csv.read_text(encoding="utf-8")
 
 
 def run_suite(args: Suite):
@@ -204,7 +204,6 @@ class Round(run.Run):
         super().__init__(run.Args("pbt", threads=args.threads), row, 100 * args.seed + member)
         self.number, self.member, self.name = number, member, f"member_{member}"
         self.folder = args.folder / self.name
-        self.log = self.folder / "log.txt"
         self.parent = self.folder.with_name(f"member_{parent}") / f"round_{number - 1}.pt" if number else None
 
     def snapshot(self, number: int) -> Path:
@@ -213,19 +212,19 @@ class Round(run.Run):
     def is_done(self) -> bool:
         return self.snapshot(self.number).exists()
 
-    def train(self, lock, stopping: threading.Event):
+    def train(self, stopping: threading.Event):
         self.folder.mkdir(exist_ok=True)
         if self.parent:
             state = torch.load(self.parent, weights_only=True)
             state["args"]["seed"] = self.seed  # its own, or it would draw what its parent draws
             torch.save(state, self.run_dir() / "checkpoint.pt")
-        returncode = self.execute(lock, stopping)
+        returncode = self.execute(stopping)
         if returncode == 0:
             shutil.copy(self.run_dir() / "checkpoint.pt", self.folder / "round.tmp")
             (self.folder / "round.tmp").replace(self.snapshot(self.number))
             self.snapshot(self.number - 2).unlink(missing_ok=True)
         elif not stopping.is_set():
-            raise RuntimeError(f"{self.folder} ended with {returncode}:\n{self.log.read_text()[-2000:]}")
+            raise RuntimeError(f"{self.folder} ended with {returncode}:\n{self.log_end()}")
 
     def result(self) -> tuple[float, int]:
         """Fitness, the mean of the last hundred returns, and iterations so far."""
@@ -246,7 +245,7 @@ def check_identity(args: Population, table: Path):
     path, names = table.with_suffix(".json"), ("population", "round_steps", "spread", "flags")
     identity = {name: getattr(args, name) for name in names}
     identity |= dict(fingerprint=run.fingerprint(Row(args.script, args.env_id, 0)))
-    before = json.loads(path.read_text()) if path.exists() else None
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     if table.exists():
         for name, x in identity.items():
             if before is None or before[name] != x:
@@ -266,7 +265,7 @@ def run_population(args: Population):
         if getattr(args, name) < least:
             fail(f"{name} must be at least {least}")
     table = args.results / "pbt" / f"{args.name}.csv"
-    rows = list(csv.DictReader(table.open())) if table.exists() else []
+    rows = read_csv(table) if table.exists() else []
     ray = connect(args) if len(rows) < args.rounds * N else None  # where it is missing, nothing is written
     check_identity(args, table)
     if not rows:

@@ -1,7 +1,6 @@
 """Ray: a suite's results are those of run.py, and a population goes on from its parents' checkpoints."""
 
 import csv
-import fcntl
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import scalars
+from filelock import FileLock
 
 from benchmark import tune
 
@@ -25,7 +25,7 @@ def command(tool, *flags):
 
 
 def rows(path):
-    with open(path) as file:
+    with open(path, encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
@@ -137,14 +137,14 @@ def test_a_cancelled_task_saves_its_run_and_leaves_no_process():
     ignored = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)  # noqa: E731
     task = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, env=env, preexec_fn=ignored)
     log, deadline = Path("classic/unfinished/CartPole-v1__ppo__1/log.txt"), time.time() + 300
-    while not (log.exists() and "step/s" in log.read_text()) and time.time() < deadline:
+    while not (log.exists() and "step/s" in log.read_text(encoding="utf-8")) and time.time() < deadline:
         time.sleep(0.1)
     task.send_signal(signal.SIGINT)
     assert b"KeyboardInterrupt" in task.communicate(timeout=600)[1]
     (run_dir,) = log.parent.glob("runs/*")
     assert 0 < torch.load(run_dir / "checkpoint.pt")["iteration"] < 976
-    with open(f"{log.parent}.lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the run still holds it
+    for path in (f"{log.parent}.lock", run_dir / "lock"):
+        FileLock(path).acquire(blocking=False)  # raises if it is still held
 
 
 @pytest.mark.parametrize(

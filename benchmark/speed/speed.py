@@ -31,7 +31,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmark.cli import fail  # noqa: E402
+from benchmark.cli import fail, read_csv  # noqa: E402
 from benchmark.run import build, machine  # noqa: E402
 
 TASKS = {  # the scripts' own tasks, and steps for a run of half a minute
@@ -95,8 +95,8 @@ def measure(name: str, *flags: str, processes: int = 1) -> tuple[float, float]:
 
 def append(path: Path, row: dict):
     """To a CSV, whose older rows may have fewer columns."""
-    rows = list(csv.DictReader(path.open())) if path.exists() else []
-    with open(path.with_suffix(".tmp"), "w", newline="") as file:
+    rows = read_csv(path) if path.exists() else []
+    with open(path.with_suffix(".tmp"), "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, dict.fromkeys([*(rows or [{}])[0], *row]), "", lineterminator="\n")
         writer.writeheader()
         writer.writerows([*rows, row])
