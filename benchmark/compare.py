@@ -9,11 +9,12 @@ judged beside all of its published means that have a spread, as verdict.py says.
 fewer than five seeds, rows that were cut, rows whose seeds are of an unknown build or of several, rows of
 which nothing with a spread is published, and those of tasks where random actions were not measured or
 would not be called lower. With a --total-timesteps in --flags nothing is published. A row that is lower: exit
-code 1.
+code 1. Where a row was not run, but results of other flags are there, a line below the table names the flags.
 """
 
 import csv
 import sys
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -26,9 +27,9 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmark import figures  # noqa: E402
-from benchmark.cli import fail, write_file  # noqa: E402
+from benchmark.cli import fail, read_csv, write_file  # noqa: E402
 from benchmark.run import check_flags, read_table  # noqa: E402
-from benchmark.suites import PUBLISHED, SUITES, Row, Target  # noqa: E402
+from benchmark.suites import PUBLISHED, RENAMED, SUITES, Row, Target  # noqa: E402
 from benchmark.verdict import LEAST_SEEDS, Published, iqm, verdict  # noqa: E402
 
 RESULTS = ROOT / "benchmark/results"
@@ -55,7 +56,7 @@ class Args:
 def curves() -> dict[tuple[str, str], np.ndarray]:
     """Curves (points, 4) of step, mean, band (NaN: none) and number of runs by (algo, env_id)."""
     found = {}
-    with open(PUBLISHED / "curves.csv") as file:
+    with open(PUBLISHED / "curves.csv", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             point = [
                 float(row["step"]),
@@ -70,7 +71,7 @@ def curves() -> dict[tuple[str, str], np.ndarray]:
 @cache
 def random_returns() -> dict[str, float]:
     """Mean return of random actions by task, of random_policy.py."""
-    with open(RANDOM) as file:
+    with open(RANDOM, encoding="utf-8") as file:
         return {row["task"]: float(row["mean"]) for row in csv.DictReader(file)}
 
 
@@ -131,13 +132,13 @@ class Result:
 
 def episodes(path: Path) -> np.ndarray:
     """Step and return (n, 2) of a run's CSV."""
+    rows = read_csv(path, ("step", "seconds", "return", "length"))
     try:
-        lines = path.read_text().splitlines()[1:] or [""]
-        found = np.array([line.split(",") for line in lines])[:, [0, 2]].astype(float)
-    except (OSError, ValueError, IndexError) as error:
+        found = np.array([(row["step"], row["return"]) for row in rows]).astype(float)
+    except ValueError as error:
         fail(f"{path} is not the CSV of a run: {error}")
-    if not np.isfinite(found).all():
-        fail(f"{path} has returns that are not finite")
+    if not rows or not np.isfinite(found).all():
+        fail(f"{path} has no episodes, or returns that are not finite")
     return found
 
 
@@ -154,6 +155,49 @@ def load(suite: str, row: Row, args: Args) -> Result | None:
             result.commits.add(run["commit"] + " and changes" * is_changed)
     result.seeds = dict(sorted(result.seeds.items()))
     return result if result.seeds else None
+
+
+def flags_between(row: Row, name: str) -> str | None:
+    """Flags that give the results of a row this name, or None if none do."""
+    new_names = {old: new for new, old in RENAMED.get(row.script, {}).items()}
+    more = {}
+    for word in name.split("__")[2:]:
+        flag, _, value = word.partition("=")
+        flag = new_names.get(flag, flag)
+        if row.options().get(flag) != value:
+            more[flag] = value
+    flags = flags_text(more)
+    return flags if row.name(flags) == name else None
+
+
+def other_flags(suite: str, rows: list[Row], args: Args) -> dict[Row, Counter[str]]:
+    """For each row, the flags that would show CSVs that no row shows, and the number of these CSVs.
+
+    A CSV belongs to the row from whose flags it differs least.
+    """
+    shown, found = {row.name(args.flags) for row in rows}, {}
+    for path in sorted((args.results / suite).glob("*__*.csv")):
+        name, _, seed = path.stem.rpartition("__")
+        if name in shown or not seed.isdigit():
+            continue
+        flags = {row: x for row in rows if (x := flags_between(row, name)) is not None}
+        if flags:
+            row = min(flags, key=lambda row: len(flags[row].split()))
+            found.setdefault(row, Counter())[flags[row]] += 1
+    return found
+
+
+def hints(suite: str, results: list[tuple[Row, Result | None]], args: Args) -> list[str]:
+    """A line for each row that was not run but has CSVs of other flags, and for each of these flags."""
+    lines, others = [], other_flags(suite, [row for row, _ in results], args)
+    for row, result in results:
+        if result is not None:
+            continue
+        for flags, number in others.get(row, {}).items():
+            how = f"--flags='{flags}'" if flags else "compare.py without --flags"
+            csvs = f"{number} CSV{'s' * (number > 1)}"
+            lines.append(f"{row.name()}: not run with these flags; {how} shows {csvs}")
+    return lines
 
 
 def judge(result: Result, theirs: list[Published]) -> tuple[str, str]:
@@ -327,7 +371,7 @@ def figure(results: list[tuple[Row, Result | None]]) -> Figure:
 
 def write_between(page: Path, name: str, content: str):
     """Replaces what a page has between two comments."""
-    before, begin, rest = page.read_text().partition(f"<!-- {name} -->\n")
+    before, begin, rest = page.read_text(encoding="utf-8").partition(f"<!-- {name} -->\n")
     _, end, after = rest.partition(f"\n<!-- end of {name} -->")
     if not begin or not end:
         fail(f"{page} has no place for {name}")
@@ -369,6 +413,8 @@ def main():
     is_lower = False
     for suite in args.suites:
         print(f"\n{suite}\n\n{section(suite, results[suite], args.results)}")
+        for line in hints(suite, results[suite], args):
+            print(line)
         for row, result in results[suite] if args.reach is not None else ():
             if result:
                 steps = ", ".join(f"{step:.0f}" for step in result.first(args.reach))

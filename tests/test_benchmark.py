@@ -19,6 +19,7 @@ import pytest
 import torch
 import tyro
 from conftest import OTHERS, SCRIPTS, scalars, wait_for
+from filelock import FileLock
 from scipy import stats
 
 import benchmark.studies.maze  # noqa: F401  registers it
@@ -44,7 +45,7 @@ def run_it(*flags, code=0):
 
 
 def rows(path="results/classic/runs.csv"):
-    with open(path) as file:
+    with open(path, encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
@@ -129,8 +130,8 @@ def test_a_run_of_another_build_is_not_taken_over(is_finished):
         path = Path(f"results/classic/unfinished/CartPole-v1__ppo__{SHORT}__1/run.json")
         path.parent.mkdir(parents=True)
         run = Run(Args("classic", total_timesteps=4096), SUITES["classic"][0], 1)
-        path.write_text(json.dumps(run.identity | dict(parts=[])))
-    path.write_text(re.sub(r"ppo.py \w{12}", "ppo.py 0123456789ab", path.read_text()))
+        path.write_text(json.dumps(run.identity | dict(parts=[])), encoding="utf-8")
+    path.write_text(re.sub(r"ppo.py \w{12}", "ppo.py 0123456789ab", path.read_text(encoding="utf-8")))
     error = run_it(*flags, code=2).stderr
     assert re.fullmatch(
         r"run.py: error: \S+ has another fingerprint: ppo.py 0123456789ab, not .*; --anew .*\n", error
@@ -147,7 +148,9 @@ def test_rows_of_another_build_stay_and_what_is_missing_is_run():
     flags = ["--total-timesteps", 4096]
     run_it(*flags, "--seeds", 1)
     table = Path("results/classic/runs.csv")
-    table.write_text(re.sub(r"ppo.py \w{12}", "ppo.py 0123456789ab", table.read_text()))
+    table.write_text(
+        re.sub(r"ppo.py \w{12}", "ppo.py 0123456789ab", table.read_text(encoding="utf-8")), encoding="utf-8"
+    )
     done = run_it(*flags, "--seeds", "1,2")
     assert re.search(
         r"run.py: \S+1.csv has another fingerprint: .*; 1 of 2 runs are such and stay; ", done.stderr
@@ -165,12 +168,15 @@ def test_what_an_interrupted_removal_left_is_not_gone_on_from():
     folder = Path(f"results/classic/unfinished/CartPole-v1__ppo__{SHORT}__1")
     folder.mkdir(parents=True)
     Path("runs").rename(folder / "runs")
-    before = csv_of(SHORT).read_text()
+    before = csv_of(SHORT).read_text(encoding="utf-8")
     csv_of(SHORT).unlink()
     error = run_it(*flags, code=2).stderr
     assert f"{folder.name} has another command: an unknown one, not python ppo.py" in error
     run_it(*flags, "--anew")
-    returns = [[line.split(",")[2] for line in text.split()] for text in (before, csv_of(SHORT).read_text())]
+    returns = [
+        [line.split(",")[2] for line in text.split()]
+        for text in (before, csv_of(SHORT).read_text(encoding="utf-8"))
+    ]
     assert returns[0] == returns[1] and not folder.exists()
 
 
@@ -178,14 +184,14 @@ def test_a_killed_runner_leaves_no_row_beside_the_episodes_of_another_run(monkey
     """Neither the old row with new episodes nor the new row with old ones."""
     run_it("--seeds", 1, "--total-timesteps", 4096)
     run = Run(Args("classic", total_timesteps=4096, results=Path("results")), SUITES["classic"][0], 1)
-    old, seen = csv_of(SHORT).read_text(), []
-    monkeypatch.setattr("benchmark.run.export", lambda _, path: path.write_text("new"))
+    old, seen = csv_of(SHORT).read_text(encoding="utf-8"), []
+    monkeypatch.setattr("benchmark.run.export", lambda _, path: path.write_text("new", encoding="utf-8"))
     monkeypatch.setattr("benchmark.run.remove", lambda _: None)
     replace_file = Path.replace
 
     def replace_and_look(self, target):
         replace_file(self, target)
-        seen.append((csv_of(SHORT).read_text() == old, len(rows())))
+        seen.append((csv_of(SHORT).read_text(encoding="utf-8") == old, len(rows())))
 
     monkeypatch.setattr(Path, "replace", replace_and_look)
     part = dict(started="", commit="", changed="", machine="", threads=1, versions="", seconds=1)
@@ -199,7 +205,12 @@ def test_a_stopped_runner_goes_on_where_it_was(signum):
     flags = ["--seeds", "1", "--total-timesteps", 100_000]
     runner = subprocess.Popen(command(*flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     folder = Path("results/classic/unfinished/CartPole-v1__ppo__total-timesteps=100000__1")
-    wait_for(lambda: list(folder.glob("runs/*/events*")) and "step/s" in (folder / "log.txt").read_text())
+    wait_for(
+        lambda: (
+            list(folder.glob("runs/*/events*"))
+            and "step/s" in (folder / "log.txt").read_text(encoding="utf-8")
+        )
+    )
     time.sleep(1)
     runner.send_signal(signum)
     runner.communicate(timeout=600)
@@ -225,9 +236,64 @@ def test_a_stopped_runner_goes_on_where_it_was(signum):
     assert [int(e["step"]) for e in episodes] == [step for step, _ in scalars(kept, "charts/episodic_return")]
 
 
+def test_a_run_without_its_runner_is_waited_for():
+    """While it holds the lock of its run folder, and for a minute while it may still be starting."""
+    run = Run(Args("classic", results=Path("results")), SUITES["classic"][0], 1)
+    folder = run.folder / "runs/NAME"
+    folder.mkdir(parents=True)
+    assert not run.is_orphan()
+    with FileLock(folder / "lock"):
+        assert run.is_orphan()
+    assert not run.is_orphan()
+    run.started.touch()
+    (folder / "events.1").touch()
+    os.utime(folder / "events.1", (1, 1))  # of an earlier part
+    assert run.is_orphan()
+    (folder / "events.2").touch()  # it has logged, so it had the lock, and lost it as it ended
+    assert not run.is_orphan()
+    (folder / "events.2").unlink()
+    long_ago = time.time() - 61
+    os.utime(run.started, (long_ago, long_ago))
+    assert not run.is_orphan()
+
+
+def test_a_run_whose_runner_was_killed_at_once_is_not_started_twice():
+    """Before the script has a run folder."""
+    flags = ["--seeds", "1", "--total-timesteps", 4096]
+    runner = subprocess.Popen(command(*flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    folder = Path(f"results/classic/unfinished/CartPole-v1__ppo__{SHORT}__1")
+    wait_for((folder / "log.txt").exists)
+    runner.kill()
+    runner.communicate(timeout=600)
+    assert not (folder / "runs").exists()
+    again = subprocess.Popen(command(*flags), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while again.poll() is None:
+        assert len(list(folder.glob("runs/*"))) <= 1
+        time.sleep(0.05)
+    assert again.returncode == 0 and not folder.exists() and [row["parts"] for row in rows()] == ["2"]
+
+
+WITHOUT_FCNTL = """
+import sys
+from pathlib import Path
+import filelock, matplotlib.figure, psutil, tensorboard, torch.utils.tensorboard, tqdm, tyro
+import ppo, ppo_async, impala_vtrace, ngu_r2d2
+sys.modules["fcntl"] = None
+for name in "cli compare export figures human report run same suites tasks tune verdict watch".split():
+    __import__(f"benchmark.{name}")
+"""
+
+
+def test_no_tool_needs_fcntl():
+    """Windows has none; filelock has what takes its place."""
+    env = os.environ | dict(PYTHONPATH=str(ROOT))
+    done = subprocess.run([sys.executable, "-c", WITHOUT_FCNTL], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_seconds_are_the_sum_of_the_parts():
     log = Path("log.txt")
-    log.write_text("")
+    log.write_text("", encoding="utf-8")
     os.utime(log, (1_000_000_060, 1_000_000_060))
     start = datetime.fromtimestamp(1_000_000_000, timezone.utc).isoformat()
     parts = [dict(started=start, seconds=30), dict(started=start, seconds=None)]
@@ -449,18 +515,22 @@ def test_a_row_names_its_build():
 def write(name, text="step,seconds,return,length\n500000,1,2,3\n"):
     """A run's CSV."""
     Path("classic").mkdir(exist_ok=True)
-    Path(f"classic/{name}.csv").write_text(text)
+    Path(f"classic/{name}.csv").write_text(text, encoding="utf-8")
 
 
 def load(row, table, **flags):
-    with open("classic/runs.csv", "w") as file:
+    with open("classic/runs.csv", "w", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(table)
     return compare.load("classic", row, compare.Args(results=Path("."), **flags))
 
 
-@pytest.mark.parametrize("text", ["", "step,seconds,return,length\n", "a\nb\n", "a\n1,2\n", "a\n1,2,nan,3\n"])
+HEAD = "step,seconds,return,length\n"
+BROKEN = ["", HEAD, "a\nb\n", "a\n1,2\n", f"{HEAD}1,2,nan,3\n", f"{HEAD}1,2,x,3\n", f"{HEAD}1,2,3\n"]
+
+
+@pytest.mark.parametrize("text", [*BROKEN, f"{HEAD}1,2,3,4", f"{HEAD}1,2,3,4\n\0\0\0"])
 def test_a_broken_csv(text, capfd):
     write("CartPole-v1__ppo__1", text)
     with pytest.raises(SystemExit) as end:
@@ -478,6 +548,77 @@ def test_a_table_of_other_columns(capfd):
         assert "runs.csv has other columns than run, script" in done.stderr
 
 
+ROW = ",".join(["CartPole-v1__ppo__1", *["1"] * (len(COLUMNS) - 1)])
+
+
+@pytest.mark.parametrize(
+    "end, words",
+    [
+        (ROW[:30], f"line 3 has 7 of {len(COLUMNS)} columns"),
+        (ROW, "line 3 has no line end: it was cut, maybe within a number"),
+    ],
+    ids=["columns", "end"],
+)
+def test_half_a_row_of_a_table(end, words):
+    """Of a full disk or a kill: one line, which names the file and its line; nothing is run or lost."""
+    table = f"{','.join(COLUMNS)}\n{ROW}\n{end}"
+    write("runs", table)
+    write("CartPole-v1__ppo__1")
+    tool = [sys.executable, ROOT / "benchmark/run.py", "classic", "--seeds", "1", "--results", "."]
+    for command in (tool, [sys.executable, ROOT / "benchmark/compare.py", "classic", "--results", "."]):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert f"classic/runs.csv, {words}" in done.stderr
+    assert Path("classic/runs.csv").read_text(encoding="utf-8") == table
+    with pytest.raises(SystemExit):
+        same.recorded(Path("."))
+
+
+def hints(*flags):
+    """The lines of compare.py below its table."""
+    tool = [sys.executable, ROOT / "benchmark/compare.py", *flags, "--results", "."]
+    done = subprocess.run(tool, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if "not run with these flags" in line]
+
+
+def test_results_of_other_flags_are_named():
+    for seed in (1, 2):
+        write(f"CartPole-v1__ppo__total-timesteps=4096__{seed}")
+    write("CartPole-v1__ppo__learning-rate=0.1__anneal-lr__1")
+    write("Acrobot-v1__ppo__1")
+    write("Acrobot-v1__ppo__gamma=0.5__1")  # beside a row that was run
+    write("Pendulum-v1__ppo__1")  # of no row
+    begin = "CartPole-v1__ppo: not run with these flags; "
+    assert hints("classic") == [
+        f"{begin}--flags='--learning-rate 0.1 --anneal-lr' shows 1 CSV",
+        f"{begin}--flags='--total-timesteps 4096' shows 2 CSVs",
+    ]
+    assert hints("classic", "--flags=--total-timesteps 4096") == [
+        "Acrobot-v1__ppo: not run with these flags; compare.py without --flags shows 1 CSV",
+        "Acrobot-v1__ppo: not run with these flags; --flags='--gamma 0.5' shows 1 CSV",
+    ]
+
+
+def test_flags_of_a_name_show_its_results():
+    """The flags of a row stay, and a renamed flag has its new name; what no flags give has none."""
+    (row,) = [row for row in SUITES["impala"] if row.label == "small batches"]
+    more = "--learning-rate 0.1 --batch-segments 4 --sync"
+    found = compare.flags_between(row, row.name(more))
+    assert row.options(found) == row.options(more) and row.name(found) == row.name(more)
+    assert "--batch-segments 4" in found and "--num-envs" not in found
+    assert compare.flags_between(row, row.name()) == ""
+    assert compare.flags_between(row, "PongNoFrameskip-v4__impala_vtrace__gamma=0.5") is None
+
+
+def test_results_of_other_flags_belong_to_the_row_that_they_differ_least_from():
+    Path("impala").mkdir()
+    for row in SUITES["impala"]:
+        Path(f"impala/{row.name('--gamma 0.5')}__1.csv").touch()
+    found = compare.other_flags("impala", SUITES["impala"], compare.Args(results=Path(".")))
+    assert found == {row: {"--gamma 0.5": 1} for row in SUITES["impala"]}
+
+
 def test_another_schedule_has_its_own_steps_and_nothing_published():
     for seed in range(1, 6):
         write(f"CartPole-v1__ppo__total-timesteps=1000000__{seed}")
@@ -490,10 +631,13 @@ def test_another_schedule_has_its_own_steps_and_nothing_published():
 
 def test_a_page_without_the_place_of_a_table_stays_as_it_is(capfd):
     page = Path("page.md")
-    page.write_text("# page\n<!-- mujoco -->\nold\n")
+    page.write_text("# page\n<!-- mujoco -->\nold\n", encoding="utf-8")
     with pytest.raises(SystemExit):
         compare.write_between(page, "mujoco", "new")
-    assert page.read_text() == "# page\n<!-- mujoco -->\nold\n" and "no place for" in capfd.readouterr().err
+    assert (
+        page.read_text(encoding="utf-8") == "# page\n<!-- mujoco -->\nold\n"
+        and "no place for" in capfd.readouterr().err
+    )
 
 
 def test_a_worse_run_is_called_lower():
@@ -504,11 +648,11 @@ def test_a_worse_run_is_called_lower():
         text = "step,seconds,return,length\n" + "".join(
             f"{k * 5000},1,{250 + seed},3\n" for k in range(1, 101)
         )
-        Path(f"mine/classic/CartPole-v1__ppo__{seed}.csv").write_text(text)
+        Path(f"mine/classic/CartPole-v1__ppo__{seed}.csv").write_text(text, encoding="utf-8")
         lines.append(
             dict(run=f"CartPole-v1__ppo__{seed}", commit="a", changed="nothing", fingerprint="ppo.py ab")
         )
-    with open("mine/classic/runs.csv", "w") as file:
+    with open("mine/classic/runs.csv", "w", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(lines)
@@ -520,7 +664,7 @@ def test_a_worse_run_is_called_lower():
     assert len(list(Path("mine").rglob("*"))) == 7
     done = subprocess.run([*tool, "--write"], capture_output=True, text=True)
     assert done.returncode == 1
-    page = Path("mine/index.html").read_text()
+    page = Path("mine/index.html").read_text(encoding="utf-8")
     assert "data:image/png;base64" in page and "http" not in page and ">not run<" in page
     assert Path("mine/classic/curves.png").exists() and Path("mine/classic/curves.svg").exists()
     assert all(path.stat().st_mtime_ns == time_ns for path, time_ns in before.items())
@@ -543,7 +687,7 @@ def test_mistakes_of_compare(flags, message):
 
 
 def test_same_finds_what_trains_otherwise():
-    source, flags = (ROOT / "ppo.py").read_text(), ["--total-timesteps", "1024"]
+    source, flags = (ROOT / "ppo.py").read_text(encoding="utf-8"), ["--total-timesteps", "1024"]
     other = source.replace("gamma: float = 0.99", "gamma: float = 0.98")
     logs = [same.logged(text, "ppo", flags) for text in (source, source, other)]
     assert logs[0] == logs[1] != logs[2] and logs[0].keys() == logs[2].keys()
@@ -625,7 +769,7 @@ def test_ticks_do_not_overlap():
 
 
 def test_tables_of_the_results_page_are_those_of_the_csvs():
-    page = (ROOT / "benchmark/RESULTS.md").read_text()
+    page = (ROOT / "benchmark/RESULTS.md").read_text(encoding="utf-8")
     shown = re.findall(r"<!-- (\w+) -->\n(.*?)\n<!-- end of \1 -->", page, re.DOTALL)
     assert [suite for suite, _ in shown] == [*SUITES]
     for suite, table in shown:
@@ -646,7 +790,7 @@ def p_value(a, b):
 
 def test_numbers_that_stand_in_no_table():
     """Of the texts around the tables, from the CSVs."""
-    page = " ".join((ROOT / "benchmark/RESULTS.md").read_text().split())
+    page = " ".join((ROOT / "benchmark/RESULTS.md").read_text(encoding="utf-8").split())
     clipped, unclipped = found("mujoco", "Reacher-v4"), found("mujoco", "UnclippedReacher-v4")
     first = [found("mujoco", "HalfCheetah-v4").at(3000), clipped.at(3000), unclipped.at(3000)]
     cheetah, reacher, charged = (f"−{-x.mean():.0f}" for x in first)
@@ -670,7 +814,7 @@ def test_numbers_that_stand_in_no_table():
             assert all(ours.at(step)[0] > mean for step, mean in zip(steps, means, strict=True)), task
 
     none, vtrace = (found("vtrace_ablation", "CartPole-v1", kind) for kind in ("none", "vtrace"))
-    impala = " ".join((ROOT / "docs/impala.md").read_text().split())
+    impala = " ".join((ROOT / "docs/impala.md").read_text(encoding="utf-8").split())
     assert f"(between `none` and V-trace, Welch's p is {p_value(none, vtrace):.2f})" in impala
 
 
@@ -678,14 +822,14 @@ def test_writing_one_table_leaves_the_others(monkeypatch):
     monkeypatch.setattr(compare, "PAGE", Path("RESULTS.md"))
     monkeypatch.setattr(compare, "RESULTS", Path("results").resolve())
     page = "a\n<!-- classic -->\nold\n<!-- end of classic -->\nb\n<!-- ngu -->\nkept\n<!-- end of ngu -->\n"
-    compare.PAGE.write_text(page)
+    compare.PAGE.write_text(page, encoding="utf-8")
     Path("results").mkdir()
     for flags in ([], ["--write"]):
-        assert compare.PAGE.read_text() == page
+        assert compare.PAGE.read_text(encoding="utf-8") == page
         monkeypatch.setattr(sys, "argv", ["compare.py", "classic", "--results", "results", *flags])
         with pytest.raises(SystemExit):
             compare.main()
-    text = compare.PAGE.read_text()
+    text = compare.PAGE.read_text(encoding="utf-8")
     assert "| ppo | CartPole-v1 |" in text and "old" not in text
     assert text.startswith("a\n<!-- classic -->\n| script |") and text.endswith(page[page.index("\nb") :])
 
@@ -698,16 +842,16 @@ def test_staleness_table_of_the_page():
     figure.unlink()
     tool = [sys.executable, ROOT / "benchmark/studies/staleness.py", "--results", "."]
     table = subprocess.run(tool, check=True, capture_output=True, text=True).stdout.strip()
-    page = (ROOT / "docs/async.md").read_text()
+    page = (ROOT / "docs/async.md").read_text(encoding="utf-8")
     assert len(table.splitlines()) == 2 + 15 and f"<!-- staleness -->\n{table}\n<!-- end of" in page
     assert not figure.exists()
     subprocess.run([*tool, "--write"], check=True, capture_output=True)
-    assert figure.read_bytes() == before and page == (ROOT / "docs/async.md").read_text()
+    assert figure.read_bytes() == before and page == (ROOT / "docs/async.md").read_text(encoding="utf-8")
 
 
 def test_never_give_up_of_the_page():
     """The table of docs/ngu.md has the numbers of the CSVs."""
-    page, said = (ROOT / "docs/ngu.md").read_text(), 0
+    page, said = (ROOT / "docs/ngu.md").read_text(encoding="utf-8"), 0
     for row in SUITES["ngu"]:
         if ours := compare.load("ngu", row, compare.Args()):
             mean, std = ours.at(ours.reached).mean(), ours.at(ours.reached).std(ddof=1)
@@ -721,7 +865,7 @@ def test_never_give_up_of_the_page():
 
 def newest_speeds():
     """The newest row of speed.csv by script and flags."""
-    with open(RESULTS / "speed/speed.csv") as file:
+    with open(RESULTS / "speed/speed.csv", encoding="utf-8") as file:
         return {(row["script"], row["flags"]): row for row in csv.DictReader(file)}
 
 
@@ -730,7 +874,7 @@ UNITS = {"s": 1, "min": 60, "h": 3600}
 
 def test_scripts_of_the_readme():
     """A default run's duration is that of its steps at the measured speed."""
-    readme, newest = (ROOT / "README.md").read_text(), newest_speeds()
+    readme, newest = (ROOT / "README.md").read_text(encoding="utf-8"), newest_speeds()
     rows = re.findall(r"^\| `(\w+)\.py` \|.*, ([\d.]+) (s|min|h) \|", readme, re.MULTILINE)
     assert {name for name, *_ in rows} == SCRIPTS.keys() | OTHERS.keys()
     for name, number, unit in rows:
@@ -741,8 +885,8 @@ def test_scripts_of_the_readme():
 
 def test_results_of_the_readme():
     """Each is a row of RESULTS.md, with the seeds, and the published number beside it."""
-    page = (ROOT / "benchmark/RESULTS.md").read_text()
-    readme = (ROOT / "README.md").read_text()
+    page = (ROOT / "benchmark/RESULTS.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     pattern = r"^\| `(\w+)` \| (\S+) \| (.*M) \| (\d+) \| (\S+) \| (?:(\S+) \((.*)\)|nothing) \|$"
     rows = re.findall(pattern, readme, re.MULTILINE)
     section = readme.partition("\n## Results\n")[2].partition("\n## ")[0]
@@ -755,7 +899,7 @@ def test_results_of_the_readme():
 
 
 def test_speeds_of_the_readme():
-    newest, readme = newest_speeds(), (ROOT / "README.md").read_text()
+    newest, readme = newest_speeds(), (ROOT / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| \S+ \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", readme, re.MULTILINE)
     assert len(rows) == 3
     for name, speed, *ratios in rows:
@@ -766,7 +910,7 @@ def test_speeds_of_the_readme():
 
 def test_speeds_of_the_page():
     """Every row is the newest one of speed.csv, and none of them is left out."""
-    newest, page = newest_speeds(), (ROOT / "benchmark/SPEED.md").read_text()
+    newest, page = newest_speeds(), (ROOT / "benchmark/SPEED.md").read_text(encoding="utf-8")
     kinds = (
         ("steps_per_s", "sb3_steps_per_s", "plain_steps_per_s"),
         ("peak_mb", "sb3_peak_mb", "plain_peak_mb"),
@@ -781,7 +925,7 @@ def test_speeds_of_the_page():
 
 def test_traffic_of_the_page():
     """docs/distributed.md has what traffic.csv has, for every script."""
-    page = (ROOT / "docs/distributed.md").read_text()
+    page = (ROOT / "docs/distributed.md").read_text(encoding="utf-8")
     found = re.findall(r"^\| `(\w+)\.py`.* \| ([\d,]+) \| (\d+) \|$", page, re.MULTILINE)
     measured = {row["script"]: row for row in rows(RESULTS / "speed/traffic.csv")}
     assert {name for name, *_ in found} == measured.keys() == SCRIPTS.keys() | OTHERS.keys()
