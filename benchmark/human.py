@@ -32,7 +32,7 @@ class Args:
 
 def bounds() -> dict[str, tuple[float, float]]:
     """Scores of random and of human play, by game."""
-    with open(SCORES) as file:
+    with open(SCORES, encoding="utf-8") as file:
         return {row["game"]: (float(row["random"]), float(row["human"])) for row in csv.DictReader(file)}
 
 

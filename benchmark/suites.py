@@ -73,7 +73,7 @@ class Row:
 
 def score(source: str, env_id: str) -> tuple[Target, ...]:
     """Of scores.csv."""
-    with open(PUBLISHED / "scores.csv") as file:
+    with open(PUBLISHED / "scores.csv", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if (row["source"], row["env_id"]) == (source, env_id)]
     return tuple(
         Target(

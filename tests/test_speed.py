@@ -18,7 +18,7 @@ OLD = "date,script,steps_per_s,plain_steps_per_s,ratio\n2026-01-02,ppo.py,5171,2
 
 
 def rows(path):
-    with open(path) as file:
+    with open(path, encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
@@ -38,7 +38,7 @@ def test_stable_baselines3_has_the_same_network_and_settings(name):
 
 
 def test_a_row_beside_older_ones():
-    Path("speed.csv").write_text(OLD)
+    Path("speed.csv").write_text(OLD, encoding="utf-8")
     tool = ROOT / "benchmark/speed/speed.py"
     command = [sys.executable, tool, "ppo.py", "--rounds", "1", "--steps", "2048"]
     subprocess.run([*command, "--csv", "speed.csv"], check=True, timeout=600, capture_output=True)
@@ -66,7 +66,7 @@ def test_a_script_without_a_counterpart_is_timed_alone():
 def test_memory_is_of_the_program_alone():
     """Not of speed.py, nor of the programs before it."""
     for name, size in (("large", 300), ("small", 0)):
-        Path(f"{name}.py").write_text(f"b'x' * ({size} << 20)")
+        Path(f"{name}.py").write_text(f"b'x' * ({size} << 20)", encoding="utf-8")
     code = "from pathlib import Path; from benchmark.speed.speed import run; here = Path.cwd(); "
     code += "print(*(run(here / f'{name}.py', cwd='.')[1] for name in ('large', 'small')))"
     done = subprocess.run([sys.executable, "-c", code], cwd=".", env=ENV, capture_output=True, text=True)
@@ -124,7 +124,7 @@ def test_scaling_measures_and_draws(tmp_path):
     flags = "--scripts ppo --envs 2 4 --processes 1 2 --iterations 3 --rounds 1".split()
     command = [sys.executable, ROOT / "benchmark/speed/scaling.py", *flags, *files]
     subprocess.run(command, check=True, capture_output=True, timeout=600)
-    rows = list(csv.DictReader(files[1].open()))
+    rows = list(csv.DictReader(files[1].open(encoding="utf-8")))
     assert [(row["what"], row["num_envs"], row["processes"]) for row in rows[:4]] == [
         ("environments", "2", "1"),
         ("environments", "4", "1"),
@@ -181,7 +181,7 @@ def test_an_hour_in_seconds(tmp_path):
     lines = done.stdout.splitlines()[1:]
     assert [line.split(".py: ")[0] for line in lines] == ["ppo", "ppo_shared"], done.stdout + done.stderr
     assert all(int(line.split()[1]) > 0 and line.endswith("ended with 143") for line in lines)
-    table = list(csv.DictReader((tmp_path / "soak.csv").open()))
+    table = list(csv.DictReader((tmp_path / "soak.csv").open(encoding="utf-8")))
     memory = [float(row["resident_mb"]) for row in table]  # it grows while Python starts
     assert len(memory) == 2 * soak.PARTS and min(memory) > 0 and max(memory) > 100
     done = subprocess.run([*command[:2], "pppo"], capture_output=True, text=True)

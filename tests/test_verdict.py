@@ -140,7 +140,7 @@ def test_what_more_seeds_can_decide():
                 many = result.at(row.steps).mean() + np.tile([-1e-3, 1e-3], 10**6)
                 _, low, high = difference(many, decides, 1 - 0.05 / len(theirs))
                 found.append(((high - low) / 2, row.script, row.task))
-    page = " ".join((ROOT / "benchmark/RESULTS.md").read_text().split())
+    page = " ".join((ROOT / "benchmark/RESULTS.md").read_text(encoding="utf-8").split())
     (least, task, script, most, other) = re.search(
         r"of ±([\d.]+) % \((\w+), `(\w+)`\) to ±(\d+) % \((\w+)\)", page
     ).groups()
@@ -150,7 +150,7 @@ def test_what_more_seeds_can_decide():
 
 
 def test_a_worse_script_is_found_as_often_as_the_page_says():
-    page = " ".join((ROOT / "benchmark/RESULTS.md").read_text().split())
+    page = " ".join((ROOT / "benchmark/RESULTS.md").read_text(encoding="utf-8").split())
     found = re.findall(
         r"(\w+) deviations? worse is called (\w+) ((?:\d+ % .*?sources?(?:, | and |;|\.))+)", page
     )

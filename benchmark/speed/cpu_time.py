@@ -41,7 +41,7 @@ def cpu_seconds(source: str, script: str, flags: list[str]) -> float:
     """Seconds that all threads of a run take together."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"{script}.py")
-        path.write_text(source)
+        path.write_text(source, encoding="utf-8")
         environment = os.environ | dict(PYTHONPATH=str(ROOT))
         start = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
@@ -57,7 +57,9 @@ def main(args: Args):
     if args.rounds < 1:
         fail("--rounds must be at least 1")
     script = args.script.removesuffix(".py")
-    sources = dict(before=source_of(args.before, script), now=(ROOT / f"{script}.py").read_text())
+    sources = dict(
+        before=source_of(args.before, script), now=(ROOT / f"{script}.py").read_text(encoding="utf-8")
+    )
     seconds = dict(before=[], now=[])
     for k in range(args.rounds):
         for name in ("before", "now") if k % 2 == 0 else ("now", "before"):

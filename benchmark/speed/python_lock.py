@@ -45,7 +45,7 @@ def main(args: Args):
             subprocess.run(command, cwd=folder, capture_output=True, check=True)
         except (OSError, subprocess.CalledProcessError) as error:
             fail(f"{error}; pip install py-spy, and let it look at processes (ptrace)")
-        stacks = Path(folder, "stacks").read_text().splitlines()
+        stacks = Path(folder, "stacks").read_text(encoding="utf-8").splitlines()
     held = {}  # microseconds in an environment step
     for who, function in (("actors", ";act ("), ("learner", "learn (")):
         looks = sum(int(line.rpartition(" ")[2]) for line in stacks if function in line)

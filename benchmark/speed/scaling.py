@@ -151,7 +151,7 @@ def main():
         fail("--iterations must be at least 2, of which the first is not timed")
     rows = [row for script in args.scripts for row in table(script, args)]
     if args.csv:
-        with open(args.csv, "w", newline="") as file:
+        with open(args.csv, "w", encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows([HEAD, *rows])
     if args.picture:
         draw(rows, args.picture)

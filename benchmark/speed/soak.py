@@ -86,7 +86,7 @@ def main():
         (folder / script).mkdir()
         flags = shlex.split(f"{TASKS[script]} --device cpu --total-timesteps 1000000000")
         flags += ["--stall-seconds", "600"]  # all nine begin at once, on the same cores
-        with open(folder / script / "log.txt", "w") as log:
+        with open(folder / script / "log.txt", "w", encoding="utf-8") as log:
             command = [sys.executable, str(ROOT / f"{script}.py"), *flags]
             pipes = dict(cwd=folder / script, stdout=log, stderr=subprocess.STDOUT, env=environment)
             processes[script] = psutil.Popen(command, **pipes)
@@ -109,7 +109,7 @@ def main():
                 medians = (round(median(x), 1) for x in zip(*pairs, strict=True))
                 rows.append([round(args.minutes * part / PARTS, 2), script, *medians])
             if args.csv:
-                with open(args.csv, "w", newline="") as file:
+                with open(args.csv, "w", encoding="utf-8", newline="") as file:
                     csv.writer(file, lineterminator="\n").writerows([HEAD, *rows])
     finally:
         for process in processes.values():

@@ -85,7 +85,7 @@ if __name__ == "__main__":
         print(f"{name}.py: {row['bytes_a_step']} bytes a step, in {row['calls_a_step']} calls", flush=True)
         rows.append(row | build() | machine())
     if not sys.argv[1:]:
-        with open(ROOT / "benchmark/results/speed/traffic.csv", "w", newline="") as file:
+        with open(ROOT / "benchmark/results/speed/traffic.csv", "w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, rows[0], lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)

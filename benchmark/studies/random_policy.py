@@ -54,7 +54,7 @@ def main():
             rows[row.task] = line(row.task, x)
         print(*rows[row.task], flush=True)
     rows["idle"] = line("Reacher-v4 without actions", returns("Reacher-v4", idle=True))
-    with open(ROOT / "benchmark/results/random_policy.csv", "w", newline="") as file:
+    with open(ROOT / "benchmark/results/random_policy.csv", "w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([["task", "mean", "std", "of"], *rows.values()])
 
 
