@@ -1,27 +1,33 @@
 """Any runs side by side: one HTML page from run folders, or a saved W&B report from a W&B project.
 
     python benchmark/report.py runs/*                               # report.html, which needs no network
+    python benchmark/report.py runs/* --band ci --figures paper     # and SVG, PDF and CSV of every curve
     python benchmark/report.py --wandb --project ppo --entity ME    # the same of runs logged with --track
 
 Reads the folders of these scripts, of their copies and of CleanRL. Runs are grouped by environment, script
 and the flags in which runs of a script differ, seeds aside. A curve is the mean over seeds of each seed's
-last 100 values of --metric, as far as all seeds have come; its band is one standard deviation over seeds;
-thin lines are the seeds. Minutes leave out what passed between a stop and a resumption. Of several runs with
-equal flags and seed the longest counts, of equally long ones the newest.
+last 100 values of --metric, as far as all seeds have come; its band is one standard deviation over seeds,
+or a 95 % interval; thin lines are the seeds. Minutes leave out what passed between a stop and a resumption.
+Of several runs with equal flags and seed the longest counts, of equally long ones the newest.
 """
 
+import csv
 import html
+import io
 import os
 import re
 import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import matplotlib
 import numpy as np
 import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy.stats import bootstrap, t, trim_mean
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +36,8 @@ from benchmark import figures  # noqa: E402
 from benchmark.cli import fail, write_file  # noqa: E402
 from benchmark.compare import number  # noqa: E402
 from benchmark.export import replaceable  # noqa: E402
+
+matplotlib.rcParams["pdf.fonttype"] = 42  # TrueType: journals refuse matplotlib's Type 3 fonts
 
 FORMATS = {  # where a script logs its arguments, and how
     "args/text_summary": ("ours", r"^ *(\w+): (.*)$"),
@@ -41,12 +49,22 @@ NO_GROUP = set(  # what tells no groups apart
     "hf_entity track wandb_project_name wandb_entity param".split()
 )
 
+BANDS = {  # what a curve and its band are
+    "std": "mean over seeds ± one standard deviation",
+    "ci": "mean over seeds and its 95 % t interval",
+    "iqm": "interquartile mean over seeds and its 95 % bootstrap interval (of fewer than four seeds as ci)",
+}
+
 
 @dataclass
 class Args:
     folders: tyro.conf.Positional[tuple[Path, ...]] = ()  # run folders, or folders of run folders
     out: Path = Path("report.html")  # the page
     metric: str = "charts/episodic_return"  # what to compare
+    band: Literal["std", "ci", "iqm"] = (
+        "std"  # mean and std, mean and 95 % interval, or IQM and 95 % interval
+    )
+    figures: Path | None = None  # a folder for SVG, PDF and CSV of all curves, too
     wandb: bool = False  # save a report of a W&B project instead
     project: str = "ppo"  # W&B project
     entity: str | None = None  # W&B user or team
@@ -119,6 +137,12 @@ def read(folder: Path) -> Run:
     return Run(folder, env_id, script, seed, flags, scalars, end, min(starts))
 
 
+def by_number(text: str) -> list[str | float]:
+    """A key that sorts 2 before 10, and 1e-05 before 0.001."""
+    parts = re.split(r"((?:(?<==)-)?\d+(?:\.\d+)?(?:e[-+]?\d+)?)", text)  # every second one is a number
+    return [float(part) if k % 2 else part for k, part in enumerate(parts)]
+
+
 def differing(variants: list[dict[str, str]]) -> list[str]:
     """Flags in which variants of a script differ: what all have, and others as needed to tell them apart."""
 
@@ -147,14 +171,139 @@ def group(runs: list[Run], notes: list[str]) -> dict[str, dict[str, list[Run]]]:
         same.setdefault(run.seed, run)
     for labels in groups.values():
         for label, same in labels.items():
-            labels[label] = sorted(same.values(), key=lambda run: (len(run.seed), run.seed))
-    return {env_id: dict(sorted(groups[env_id].items())) for env_id in sorted(groups)}
+            labels[label] = sorted(same.values(), key=lambda run: by_number(run.seed))
+    return {
+        env_id: {label: groups[env_id][label] for label in sorted(groups[env_id], key=by_number)}
+        for env_id in sorted(groups, key=by_number)
+    }
+
+
+# === Curves ==================================================================================
+
+
+@dataclass
+class Curve:
+    grid: np.ndarray  # (n,) steps or minutes
+    seeds: np.ndarray  # (seeds, n) NaN where a seed has no value
+    x: np.ndarray  # (m,) where all seeds have one
+    middle: np.ndarray  # (m,)
+    low: np.ndarray  # (m,) NaN if there is one seed
+    high: np.ndarray  # (m,)
+
+
+@dataclass
+class Panel:
+    metric: str
+    axis: int  # 0: environment steps, 1: minutes
+    curves: dict[str, Curve]  # by label
+
+
+def summary(values: np.ndarray, band: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Middle, low and high of values (seeds, ...), as BANDS says; low and high are NaN for one seed."""
+    seeds, middle = len(values), values.mean(0)
+    if seeds == 1:
+        return middle, np.full_like(middle, np.nan), np.full_like(middle, np.nan)
+    if band == "iqm" and seeds > 3:
+        resampling = dict(axis=0, n_resamples=2000, method="percentile", rng=0)
+        interval = bootstrap([values], lambda x, axis: trim_mean(x, 0.25, axis), **resampling)
+        return trim_mean(values, 0.25), *interval.confidence_interval
+    reach = values.std(0, ddof=1)
+    if band != "std":
+        reach *= t.ppf(0.975, seeds - 1) / seeds**0.5
+    return middle, middle - reach, middle + reach
+
+
+def curve_of(runs: list[Run], metric: str, axis: int, window: int | None, band: str) -> Curve:
+    grid = np.linspace(0, max(run.end[axis] for run in runs), 201)
+    seeds = np.array([run.curve(metric, axis, grid, window) for run in runs])
+    shared = np.isfinite(seeds).all(0)
+    return Curve(grid, seeds, grid[shared], *summary(seeds[:, shared], band))
+
+
+def panels_of(groups: dict[str, list[Run]], metric: str, band: str) -> list[Panel]:
+    """The metric over steps and over minutes, then all else that was logged over steps."""
+    tags = {tag for runs in groups.values() for run in runs for tag in run.scalars}
+    panels = []
+    for tag, axis in [(metric, 0), (metric, 1), *((tag, 0) for tag in sorted(tags - {metric}))]:
+        window = 100 if tag == metric or tag.startswith("charts/episodic") else None
+        curves = {}
+        for label, runs in groups.items():
+            if having := [run for run in runs if tag in run.scalars]:
+                curves[label] = curve_of(having, tag, axis, window, band)
+        panels.append(Panel(tag, axis, curves))
+    return panels
+
+
+def table_of(panels: list[Panel], band: str) -> str:
+    """A CSV with a row a point of every curve; a curve is over steps or over minutes."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    middle = "iqm" if band == "iqm" else "mean"
+    writer.writerow(["metric", "label", "step", "minutes", middle, "low", "high", "runs"])
+    for panel in panels:
+        for label, curve in panel.curves.items():
+            for x, *values in zip(curve.x, curve.middle, curve.low, curve.high, strict=True):
+                at = ["", f"{x:.10g}"] if panel.axis else [f"{x:.10g}", ""]
+                numbers = [f"{value:.7g}" if np.isfinite(value) else "" for value in values]
+                writer.writerow([panel.metric, label, *at, *numbers, len(curve.seeds)])
+    return text.getvalue()
+
+
+def as_text(label: str) -> str:
+    """What matplotlib shows as the label: it would read what is between two dollars as a formula."""
+    return label.replace("$", r"\$")
+
+
+def draw(ax: Axes, panel: Panel, styles: dict[str, dict[str, str]]):
+    for label, curve in panel.curves.items():
+        style, seeds = styles[label], len(curve.seeds)
+        ax.plot(curve.grid, curve.seeds.T, alpha=0.3, linewidth=0.7, **style)
+        dot = "." if len(curve.x) == 1 else None  # no line: one evaluation at the end
+        name = f"{as_text(label)} ({seeds} seed{'s' * (seeds > 1)})"
+        figures.curve(ax, curve.x, curve.middle, None, marker=dot, label=name, **style)
+        if seeds > 1:
+            ax.fill_between(curve.x, curve.low, curve.high, color=style["color"], alpha=0.15, linewidth=0)
+    figures.finish(ax, as_text(panel.metric), ("environment steps", "time (minutes)")[panel.axis], ylabel="")
+    if panel.axis:
+        ax.xaxis.set_major_formatter("{x:g}")  # where steps have 10k, 0.01 minutes would be 10m
+
+
+def picture(panels: list[Panel], across: int, height: float, labels: list[str]) -> Figure:
+    """Panels with one legend below; a label has the same line in all figures."""
+    styles = {
+        label: dict(color=f"C{k % 10}", linestyle=("-", "--", ":", "-.")[k // 10 % 4])
+        for k, label in enumerate(labels)
+    }
+    rows, columns = -(-len(panels) // across), max(1, 110 // max(map(len, labels)))
+    figure = Figure(figsize=(11, height * rows + 0.2 * len(labels) / columns), layout="constrained")
+    axes = figure.subplots(rows, across, squeeze=False).flat
+    for ax, panel in zip(axes, panels, strict=False):
+        draw(ax, panel, styles)
+    for ax in axes[len(panels) :]:
+        ax.axis("off")
+    figures.legend(figure, columns)
+    return figure
+
+
+def pictures(panels: list[Panel], labels: list[str]) -> list[Figure]:
+    """The metric over steps and minutes, and small panels of all else."""
+    main = picture(panels[:2], 2, 4, labels)
+    main.axes[1].sharey(main.axes[0])
+    return [main, picture(panels[2:], 4, 2.1, labels)] if panels[2:] else [main]
 
 
 # === HTML ====================================================================================
 
 
-def results(groups: dict[str, list[Run]], metric: str) -> list[list[str]]:
+def summary_text(values: list[float], band: str) -> str:
+    middle, low, high = summary(np.array(values), band)
+    if len(values) == 1:
+        return number(middle)
+    spread = f"± {number(high - middle)}" if band == "std" else f"[{number(low)}, {number(high)}]"
+    return f"{number(middle)} {spread}"
+
+
+def results(groups: dict[str, list[Run]], metric: str, band: str) -> list[list[str]]:
     """Rows of cells, the head first."""
     lines = [["script", "seeds", "steps", f"final {metric}", "steps/s", "hours"]]
     for label, runs in groups.items():
@@ -163,8 +312,7 @@ def results(groups: dict[str, list[Run]], metric: str) -> list[list[str]]:
         ends = sorted({run.end[0] for run in runs})
         cells = [label, ", ".join(run.seed for run in runs)]
         cells.append(" to ".join(f"{end:,.0f}" for end in (ends[0], *ends[1:][-1:])))
-        cells.append(number(np.mean(final)) if final else "")
-        cells[-1] += f" ± {number(np.std(final, ddof=1))}" if len(final) > 1 else ""
+        cells.append(summary_text(final, band) if final else "")
         cells.append(f"{np.mean(speed):,.0f}" if speed else "")
         lines.append([*cells, f"{np.mean([run.end[1] for run in runs]) / 60:.3g}"])
     return lines
@@ -178,48 +326,15 @@ def arguments(groups: dict[str, list[Run]]) -> list[list[str]]:
     return [["argument", *groups], *(line for line in lines if len(set(line[1:])) > 1)]
 
 
-def draw(ax: Axes, groups: dict[str, list[Run]], tag: str, axis: int, window: int | None):
-    """Curves of a tag over steps (axis 0) or minutes (axis 1)."""
-    for k, (label, runs) in enumerate(groups.items()):
-        style = dict(color=f"C{k % 10}", linestyle=("-", "--", ":", "-.")[k // 10 % 4])
-        ax.plot([], label=label, **style)  # for the legend
-        if runs := [run for run in runs if tag in run.scalars]:
-            grid = np.linspace(0, max(run.end[axis] for run in runs), 201)
-            curves = np.array([run.curve(tag, axis, grid, window) for run in runs])
-            mean, std = curves.mean(0), curves.std(0, ddof=1) if len(runs) > 1 else None
-            ax.plot(grid, curves.T, alpha=0.3, linewidth=0.7, **style)
-            dot = "." if np.isfinite(mean).sum() == 1 else None  # no line: one evaluation at the end
-            figures.curve(ax, grid, mean, std, marker=dot, **style)
-    figures.finish(ax, tag, ("environment steps", "minutes")[axis], ylabel="")
-
-
-def pictures(groups: dict[str, list[Run]], metric: str) -> list[Figure]:
-    """The metric over steps and minutes, and small panels of all else that was logged."""
-    columns = max(1, 120 // max(map(len, groups)))
-    figure = Figure(figsize=(11, 4 + 0.2 * len(groups) / columns), layout="constrained")
-    for axis, ax in enumerate(figure.subplots(1, 2, sharey=True)):
-        draw(ax, groups, metric, axis, 100)
-    figures.legend(figure, columns)
-    tags = sorted({tag for runs in groups.values() for run in runs for tag in run.scalars} - {metric})
-    if not tags:
-        return [figure]
-    rows = -(-len(tags) // 4)
-    panels = Figure(figsize=(11, 2.1 * rows), layout="constrained")
-    for ax, tag in zip(panels.subplots(rows, 4, squeeze=False).flat, tags, strict=False):
-        draw(ax, groups, tag, 0, 100 if tag.startswith("charts/episodic") else None)
-    for ax in panels.axes[len(tags) :]:
-        ax.axis("off")
-    return [figure, panels]
-
-
-def page(groups: dict[str, dict[str, list[Run]]], notes: list[str], metric: str) -> str:
+def page(groups: dict, drawn: dict[str, list[Figure]], notes: list[str], args: Args) -> str:
     """One HTML page with everything in it."""
-    said = f"Curves and finals: mean over seeds of each seed's last 100 {metric}. Bands and ±: one standard "
-    said += "deviation over seeds. Thin lines: the seeds. Hours and steps/s: mean over seeds, without pauses."
+    said = f"Curves and finals: {BANDS[args.band]}, of each seed's last 100 {args.metric}. Thin lines: the "
+    said += "seeds. Hours and steps/s: mean over seeds, without pauses."
     parts = [f"<p>{html.escape(said)}", *(f"<br>{html.escape(note)}" for note in notes)]
     for env_id, labels in groups.items():
-        main, *panels = [figures.html_image(figure) for figure in pictures(labels, metric)]
-        parts += [f"<h2>{html.escape(env_id)}</h2>", figures.html_table(results(labels, metric)), main]
+        main, *panels = map(figures.html_image, drawn[env_id])
+        table = figures.html_table(results(labels, args.metric, args.band))
+        parts += [f"<h2>{html.escape(env_id)}</h2>", table, main]
         parts += [figures.html_table(arguments(labels)), *panels]
     return figures.html_page("Runs", parts)
 
@@ -294,18 +409,10 @@ def save_report(args: Args):
         signal.alarm(0)
 
 
-def main():
-    args = tyro.cli(Args)
-    if args.wandb:
-        if args.folders:
-            fail("--wandb compares the runs of a W&B project, not folders")
-        return save_report(args)
-    try:
-        out = replaceable(args.out)
-    except (OSError, ValueError) as error:
-        fail(f"--out: {error}")
+def read_all(folders: tuple[Path, ...], metric: str) -> tuple[dict[str, dict[str, list[Run]]], list[str]]:
+    """Groups of runs, and notes on what is not shown of the folders."""
     runs, notes = {}, []
-    for folder in args.folders:
+    for folder in folders:
         found = event_folders(folder)
         notes += [] if found else [f"{folder}: no TensorBoard events"]
         for path in found:
@@ -316,16 +423,53 @@ def main():
     if not runs:
         fail("; ".join(notes) or "give run folders, such as runs/*")
     groups = group(list(runs.values()), notes)
-    notes += [
-        f"{path.name}: no {args.metric} so far" for path in runs if args.metric not in runs[path].scalars
-    ]
+    notes += [f"{path.name}: no {metric} so far" for path, run in runs.items() if metric not in run.scalars]
+    return groups, notes
+
+
+def figure_files(env_id: str, table: str, drawn: list[Figure]) -> dict[str, str | bytes]:
+    """Names and contents of what --figures writes of an environment."""
+    files = {f"{env_id}.csv": table}
+    for figure, name in zip(drawn, (env_id, f"{env_id}_panels"), strict=False):
+        for kind, date in (("svg", "Date"), ("pdf", "CreationDate")):
+            content = io.BytesIO()
+            figure.savefig(content, format=kind, metadata={date: None})  # the same curves make the same file
+            files[f"{name}.{kind}"] = content.getvalue()
+    return files
+
+
+def main():
+    args = tyro.cli(Args)
+    if args.wandb:
+        if args.folders or args.figures or args.band != "std":
+            fail("--wandb compares the runs of a W&B project; folders, --band and --figures are for the page")
+        return save_report(args)
+    try:
+        replaceable(args.out)
+    except (OSError, ValueError) as error:
+        fail(f"--out: {error}")
+    if args.figures and args.figures.exists() and not args.figures.is_dir():
+        fail(f"--figures: {args.figures} must be a folder or a new one")
+    groups, notes = read_all(args.folders, args.metric)
     for note in notes:
         print(f"report.py: {note}", file=sys.stderr)
+    drawn, files = {}, {}
+    for env_id, labels in groups.items():
+        panels = panels_of(labels, args.metric, args.band)
+        drawn[env_id] = pictures(panels, list(labels))
+        if args.figures:
+            content = figure_files(env_id, table_of(panels, args.band), drawn[env_id])
+            files |= {args.figures / name: x for name, x in content.items()}
+    files[args.out] = page(groups, drawn, notes, args)
     try:
-        write_file(out, page(groups, notes, args.metric))
-    except OSError as error:
+        if args.figures:
+            args.figures.mkdir(parents=True, exist_ok=True)
+        targets = [replaceable(path) for path in files]  # before the first is written
+        for path, content in zip(targets, files.values(), strict=True):
+            write_file(path, content)
+    except (OSError, ValueError) as error:
         fail(error)
-    print(args.out)
+    print(*files, sep="\n")
 
 
 if __name__ == "__main__":

@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 from conftest import scalars
 from matplotlib.image import imread
+from scipy import stats
 from torch.utils.tensorboard import SummaryWriter
 
 import ppo
 from benchmark import report
+from benchmark.cli import read_csv
 from benchmark.export import export
 
 SCRIPT = Path(__file__).parent.parent / "benchmark/report.py"
@@ -43,7 +45,7 @@ def report_on(monkeypatch, *flags):
     """The page that report.py writes."""
     monkeypatch.setattr(sys, "argv", ["report.py", *map(str, flags)])
     report.main()
-    return Path("report.html").read_text()
+    return Path("report.html").read_text(encoding="utf-8")
 
 
 def tables(page):
@@ -95,9 +97,11 @@ def test_table_and_page(runs, monkeypatch):
 
 def test_panels_of_all_that_was_logged(runs):
     groups = report.group([report.read(path) for path in runs.iterdir()], [])["CartPole-v1"]
-    main, panels = report.pictures(groups, RETURN)
-    assert [ax.get_xlabel() for ax in main.axes] == ["environment steps", "minutes"]
-    assert [text.get_text() for text in main.legends[0].get_texts()] == list(groups)
+    main, panels = report.pictures(report.panels_of(groups, RETURN, "std"), list(groups))
+    assert [ax.get_xlabel() for ax in main.axes] == ["environment steps", "time (minutes)"]
+    for figure in (main, panels):  # either may stand alone in a paper
+        names = [text.get_text() for text in figure.legends[0].get_texts()]
+        assert names == [f"{label} (2 seeds)" for label in groups]
     logged = {tag for path in runs.iterdir() for tag in report.read(path).scalars} - {RETURN}
     assert {ax.get_title() for ax in panels.axes} - {""} == logged and "losses/value_loss" in logged
     assert all(len(ax.collections) == 2 for ax in main.axes)  # a band a group
@@ -114,13 +118,134 @@ def test_curve_and_band():
     assert seeds[0].curve(RETURN, 0, np.array([0.5, 1, 50, 300, 301]), 100) == pytest.approx(
         expected, nan_ok=True
     )
+    panel = report.panels_of({"ppo": seeds}, RETURN, "std")[0]
     ax = report.Figure().subplots()
-    report.draw(ax, {"ppo": seeds}, RETURN, 0, 100)
+    report.draw(ax, panel, {"ppo": {"color": "C0"}})
     steps, mean = ax.lines[-1].get_data()
     at = {step: value for step, value in zip(steps, mean, strict=True)}
-    assert at[150] == 99.5 + 5 and np.isnan(at[201])
+    assert at[150] == 99.5 + 5 and max(at) == 199.5
     band = ax.collections[0].get_paths()[0].vertices
     assert band[band[:, 0] == 150][:, 1] == pytest.approx([104.5 - 50**0.5, 104.5 + 50**0.5])
+
+
+@pytest.mark.filterwarnings("error")
+def test_intervals():
+    """Of ten seeds at two points; of one and of three; of seeds that have no step in common."""
+    values = np.random.default_rng(0).normal(100, 10, (10, 2))
+    middle, low, high = report.summary(values, "ci")
+    expected = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    assert (middle, low, high) == (pytest.approx(values.mean(0)), *map(pytest.approx, expected))
+    middle, low, high = report.summary(values, "iqm")
+    assert middle == pytest.approx(np.sort(values, 0)[2:-2].mean(0))
+    resampled = values[np.random.default_rng(1).integers(0, 10, (20_000, 10))]
+    means = np.sort(resampled, 1)[:, 2:-2].mean(1)
+    assert [low, high] == pytest.approx(np.percentile(means, [2.5, 97.5], axis=0), abs=0.5)
+    assert report.summary(values[:3], "iqm") == (*map(pytest.approx, report.summary(values[:3], "ci")),)
+    for band in report.BANDS:
+        middle, low, high = report.summary(values[:1], band)
+        assert (middle == values[0]).all() and np.isnan([low, high]).all()
+        assert [x.shape for x in report.summary(values[:, :0], band)] == [(0,)] * 3
+
+
+def test_minutes_are_minutes():
+    """Two seconds are 0.03 minutes, not 30m of them."""
+    points = np.column_stack((np.arange(10.0), np.linspace(0, 0.04, 10), np.arange(10.0)))
+    run = report.Run(Path(), "Task", "ppo", "1", {}, {RETURN: points}, (9, 0.04), 0.0)
+    (figure,) = report.pictures(report.panels_of({"ppo": [run]}, RETURN, "std"), ["ppo"])
+    figure.canvas.draw()
+    ticks = [label.get_text().replace("−", "-") for label in figure.axes[1].get_xticklabels()]
+    assert figure.axes[1].get_xlabel() == "time (minutes)"
+    assert list(map(float, ticks)) == pytest.approx(figure.axes[1].get_xticks())
+
+
+def test_dollars_are_no_formula(monkeypatch, capfd):
+    """In a flag, as $HOME, in a script's name, and in a tag."""
+    for seed, flag in (1, "$2^{$"), (2, "$HOME"):
+        points = [(RETURN, 500, 20.0), ("losses/$a^{$", 500, 1.0)]
+        flags = cleanrl(env_id="Task-v0", seed=seed, note=flag)
+        write_run(f"runs/Task-v0__$ppo$__{seed}__1", points, flags)
+    assert "$ppo$: note=$2^{$" in report_on(monkeypatch, "runs", "--figures", "figures")
+    assert not capfd.readouterr().err
+    groups = report.group([report.read(path) for path in Path("runs").iterdir()], [])["Task-v0"]
+    main, panels = report.pictures(report.panels_of(groups, RETURN, "std"), list(groups))
+    texts = [*main.legends[0].get_texts(), panels.axes[0].title]
+    assert not any(text._preprocess_math(text.get_text())[1] for text in texts)
+    assert [text._preprocess_math(text.get_text())[0] for text in texts] == [
+        "$ppo$: note=$2^{$ (1 seed)",
+        "$ppo$: note=$HOME (1 seed)",
+        "losses/$a^{$",
+    ]
+
+
+def test_numbers_in_labels_are_sorted_as_numbers():
+    def labels(name, *values):
+        flags = [{name: value} for value in values]
+        runs = [report.Run(Path(), "Task", "ppo", "1", x, {}, (1, 1), 0.0) for x in flags]
+        (groups,) = report.group(runs, []).values()
+        return [label.removeprefix(f"ppo: {name}=") for label in groups]
+
+    for sorted_values in (
+        ["2", "10", "100"],
+        ["1e-05", "0.00025", "0.001", "1", "1e+03"],
+        ["-10", "-2", "-0.5", "3"],
+        ["v2", "v10"],
+    ):
+        assert labels("x", *sorted(sorted_values)) == sorted_values, sorted_values
+    runs = [report.Run(Path(), "Task", "ppo", seed, {}, {}, (1, 1), 0.0) for seed in ("10", "2", "1")]
+    assert [run.seed for run in report.group(runs, [])["Task"]["ppo"]] == ["1", "2", "10"]
+    runs = [report.Run(Path(), f"Task-v{k}", "ppo", "1", {}, {}, (1, 1), 0.0) for k in (10, 2)]
+    assert list(report.group(runs, [])) == ["Task-v2", "Task-v10"]
+
+
+@pytest.mark.parametrize("band", ["std", "iqm"])
+def test_figures(runs, monkeypatch, capsys, band):
+    """SVG and PDF of the pictures, and the numbers of every curve; the table has the same interval."""
+    page = report_on(monkeypatch, *runs.iterdir(), "--band", band, "--figures", "paper/figures")
+    folder = Path("paper/figures")
+    names = ["CartPole-v1.csv", "CartPole-v1.svg", "CartPole-v1.pdf"]
+    names += ["CartPole-v1_panels.svg", "CartPole-v1_panels.pdf"]
+    assert capsys.readouterr().out.split() == [*(f"paper/figures/{name}" for name in names), "report.html"]
+    assert {path.name for path in folder.iterdir()} == set(names)
+    for name in names:
+        if name.endswith("svg"):
+            assert (folder / name).read_text().startswith("<?xml")
+        if name.endswith("pdf"):
+            content = (folder / name).read_bytes()
+            assert content.startswith(b"%PDF") and b"/Type3" not in content and b"/CIDFontType2" in content
+    rows = read_csv(folder / "CartPole-v1.csv")
+    middle = "iqm" if band == "iqm" else "mean"
+    assert list(rows[0]) == ["metric", "label", "step", "minutes", middle, "low", "high", "runs"]
+    groups = report.group([report.read(path) for path in runs.iterdir()], [])["CartPole-v1"]
+    panels = report.panels_of(groups, RETURN, band)
+    for panel in panels:
+        for label, curve in panel.curves.items():
+            axis, other = ("step", "minutes") if panel.axis == 0 else ("minutes", "step")
+            found = [r for r in rows if (r["metric"], r["label"]) == (panel.metric, label) and r[axis]]
+            assert {(row["runs"], row[other]) for row in found} <= {("2", "")}  # none if no minute is shared
+            numbers = [[float(row[k]) for row in found] for k in (axis, middle, "low", "high")]
+            assert numbers == pytest.approx(
+                np.array([curve.x, curve.middle, curve.low, curve.high]), rel=1e-6
+            )
+    assert len(rows) == sum(len(curve.x) for panel in panels for curve in panel.curves.values())
+    for (label, group), row in zip(groups.items(), tables(page)[0][1:], strict=True):
+        finals = np.array([run.scalars[RETURN][-100:, 2].mean() for run in group])
+        mean, low, high = map(report.number, report.summary(finals, band))
+        spread = f"± {report.number(finals.std(ddof=1))}" if band == "std" else f"[{low}, {high}]"
+        assert row[0] == label and row[3] == f"{mean} {spread}"
+    assert html.escape(report.BANDS[band]) in page
+
+
+def test_figures_of_seeds_that_have_no_step_in_common(monkeypatch):
+    """And of a single seed, which has no interval."""
+    for seed, step in ((1, 100), (2, 900)):
+        points = [(RETURN, step, 20.0), ("charts/SPS", 200 if seed == 1 else 1000, 700.0)]
+        write_run(f"runs/Task-v0__ppo__{seed}__1", points, cleanrl(env_id="Task-v0", seed=seed))
+    write_run("runs/Task-v0__one__1__1", [(RETURN, 100, 30.0)], cleanrl(env_id="Task-v0", seed=1))
+    report_on(monkeypatch, "runs", "--band", "iqm", "--figures", ".")
+    rows = [row for row in read_csv(Path("Task-v0.csv")) if row["metric"] == RETURN]
+    assert {(row["label"], row["iqm"], row["low"], row["high"], row["runs"]) for row in rows} == {
+        ("one", "30", "", "", "1")
+    }
 
 
 def test_cleanrl_lands_beside_ours(runs):
@@ -139,7 +264,7 @@ def test_cleanrl_lands_beside_ours(runs):
     folders = [path for folder in (runs, Path("runs")) for path in report.event_folders(folder)]
     groups = report.group([report.read(path) for path in folders], [])
     assert list(groups) == ["ALE-Pong-v5", "CartPole-v1", "Pong-v5"]
-    pong, cartpole, named = [report.results(labels, RETURN)[1:] for labels in groups.values()]
+    pong, cartpole, named = [report.results(labels, RETURN, "std")[1:] for labels in groups.values()]
     assert [row[0] for row in cartpole] == [
         "dqn",
         "ppo: format=CleanRL, learning_rate=0.00025",
@@ -194,7 +319,7 @@ def test_pauses_evaluations_and_repetitions(monkeypatch, capsys):
     assert tables(page)[0][1] == ["ppo", "1", "3", "5.00", "", "0.05"]
     note = "Task-v0__ppo__1__2: left out for Task-v0__ppo__1__1, longer or newer"
     assert capsys.readouterr().err == f"report.py: {note}\n" and note in page
-    _, panels = report.pictures(report.group([run], [])["Task-v0"], RETURN)
+    _, panels = report.pictures(report.panels_of({"ppo": [run]}, RETURN, "std"), ["ppo"])
     (panel,) = [ax for ax in panels.axes if ax.lines]
     assert panel.get_title() == "eval/episodic_return" and panel.lines[-1].get_marker() == "."
 
@@ -216,7 +341,10 @@ def test_differing_flags():
             [".", "--out", "no/page"],
             "--out: no/page must be a regular file or a new one, in a folder that exists",
         ),
-        (["runs", "--wandb"], "--wandb compares the runs of a W&B project, not folders"),
+        *(
+            ([*flags, "--wandb"], "--wandb compares .*; folders, --band and --figures are for the page")
+            for flags in (["runs"], ["--band", "ci"], ["--figures", "."])
+        ),
     ],
 )
 def test_mistakes(flags, message, monkeypatch, capsys):
@@ -244,12 +372,31 @@ def test_no_device_is_replaced(special, runs, monkeypatch, capsys):
     before = os.lstat(special)
     with pytest.raises(SystemExit, match="2"):
         report_on(monkeypatch, runs, "--out", special)
+    with pytest.raises(SystemExit, match="2"):
+        report_on(monkeypatch, runs, "--figures", special)
     said = f"{special} must be a regular file or a new one, in a folder that exists\n"
-    assert capsys.readouterr().err == f"report.py: error: --out: {said}"
+    folder = f"report.py: error: --figures: {special} must be a folder or a new one\n"
+    assert capsys.readouterr().err == f"report.py: error: --out: {said}{folder}"
     command = [sys.executable, SCRIPT.with_name("export.py"), next(runs.iterdir()), special]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, f"export.py: error: {said}")
     assert os.lstat(special) == before and {path.name for path in Path().iterdir()} <= {"pipe", "link"}
+
+
+def test_no_device_in_the_folder_of_figures_is_replaced(monkeypatch, capsys):
+    """Nothing is written then, as a part would look like all."""
+    write_run("runs/Task-v0__ppo__1__1", [(RETURN, 500, 20.0)])
+    Path("figures").mkdir()
+    os.mkfifo("figures/Task-v0.pdf")
+    with pytest.raises(SystemExit, match="2"):
+        report_on(monkeypatch, "runs", "--figures", "figures")
+    said = "figures/Task-v0.pdf must be a regular file or a new one, in a folder that exists"
+    assert capsys.readouterr().err == f"report.py: error: {said}\n"
+    assert len(list(Path("figures").iterdir())) == 1 and not Path("report.html").exists()
+    Path("file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        report_on(monkeypatch, "runs", "--figures", "file")
+    assert capsys.readouterr().err == "report.py: error: --figures: file must be a folder or a new one\n"
 
 
 def test_a_link_to_a_regular_file_stays_and_the_file_is_replaced(runs, monkeypatch):
@@ -260,7 +407,10 @@ def test_a_link_to_a_regular_file_stays_and_the_file_is_replaced(runs, monkeypat
     for _ in range(2):
         page = report_on(monkeypatch, runs)
         export(next(runs.iterdir()), "run.csv")
-        assert Path("report.html").is_symlink() and Path("elsewhere/report.html").read_text() == page
+        assert (
+            Path("report.html").is_symlink()
+            and Path("elsewhere/report.html").read_text(encoding="utf-8") == page
+        )
         assert Path("run.csv").is_symlink() and Path("elsewhere/run.csv").read_text().startswith("step,")
 
 
