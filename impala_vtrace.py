@@ -3,7 +3,7 @@
 # dependencies = ["ale-py>=0.12", "filelock>=3.13", "gymnasium[classic-control]>=1.4", "numpy", "tensorboard",
 #     "torch>=2.6", "tqdm", "tyro>=1"]
 # ///
-# ruff: noqa: E402  (helpers, and what only they import, come after evaluate())
+# ruff: noqa: E402  (the second half of the file has its own imports)
 """IMPALA: actors that run ahead of a learner, and V-trace for the lag between them. Atari, images, vectors.
 
     environments -> act() -> queue -> learn() -> publish() -> act()
@@ -21,6 +21,7 @@ Shapes   T = num_steps, N = environments of a group, B = segments of a batch / p
          rewards and ends alike: an observation comes with what led to it, as the LSTM wants to see it.
 """
 
+import json
 import math
 import os
 from copy import deepcopy
@@ -49,8 +50,9 @@ RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZ
 @dataclass
 class Args:
     env_id: str = "BreakoutNoFrameskip-v4"  # Gymnasium id of the task, or of several: A,B
+    env_kwargs: str = "{}"  # arguments of the environment in JSON, such as '{"max_steps": 100}'
     total_timesteps: int = 10_000_000  # environment steps, summed over the parallel environments
-    seed: int = 1  # seeds Python, NumPy, PyTorch and the environments; nothing else is random
+    seed: int = 1  # of Python, NumPy, PyTorch and the environments
 
     # actors
     num_envs: int = 32  # parallel environments, divided among torchrun's processes
@@ -65,7 +67,7 @@ class Args:
     c_bar: float = 1.0  # clip of the importance weights that say how far back a surprise counts
     vtrace_lambda: float = 1.0  # 0 is the one-step target, 1 the longest
     rewards: Literal["clip", "raw"] = "clip"  # clip rewards to [-1, 1]
-    bootstrap_truncated: bool = False  # at a time limit, add gamma * value of the last observation
+    bootstrap_truncated: bool = False  # at time limits, add gamma * value of the last observation to rewards
 
     # update
     batch_segments: int = 32  # segments in a batch, divided among torchrun's processes
@@ -92,7 +94,7 @@ class Args:
     wandb_project_name: str = "impala"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases user or team
     log_every: int = 10  # iterations between logs of losses and rates; episodes are logged as they end
-    save_every: int = 100  # iterations between checkpoints
+    save_every: int = 100  # iterations between checkpoints, of which there is one every ten minutes anyway
     stall_seconds: int = 0  # exit if an iteration, or a step of --evaluate, takes longer; 0: never
     resume: str | None = None  # run folder to continue, with its own arguments where no flag is given
     evaluate: str | None = None  # run folder whose agent to evaluate instead of training
@@ -130,7 +132,7 @@ class Args:
         return max(actors, math.ceil(self.batch_groups / 2))
 
     @property
-    def batch_size(self) -> int:  # of all processes together
+    def batch_size(self) -> int:  # of all processes together: B of each
         return self.new_segments * self.num_steps
 
     @property
@@ -150,9 +152,9 @@ def make_env(env_id: str, args: Args, num_envs: int, video_dir: Path | None = No
     same_step = dict(autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
     spec = gym.registry.get(env_id)
     if spec and spec.entry_point == "ale_py.env:AtariEnv":
-        check_game(spec, video_dir)
+        check_game(args, spec, video_dir)
         kept = ("game", "repeat_action_probability", "full_action_space", "max_num_frames_per_episode")
-        kwargs = {name: spec.kwargs[name] for name in kept} | same_step
+        kwargs = {name: spec.kwargs[name] for name in kept} | json.loads(args.env_kwargs) | same_step
         kwargs |= dict(reward_clipping=False, noop_max=31)  # 31 draws from 0 to 30
         kwargs["full_action_space"] |= len(args.env_ids) > 1  # several tasks: 18 actions, appendix G.1
         envs = AtariVectorEnv(num_envs=num_envs, **kwargs)
@@ -162,7 +164,8 @@ def make_env(env_id: str, args: Args, num_envs: int, video_dir: Path | None = No
         return envs
 
     def make() -> gym.Env:
-        env = gym.make(env_id, **(dict(render_mode="rgb_array") if video_dir else {}))
+        kwargs = json.loads(args.env_kwargs) | (dict(render_mode="rgb_array") if video_dir else {})
+        env = gym.make(env_id, **kwargs)
         if video_dir:
             task = env_id.replace("/", "-").replace(":", "-")
             env = gym.wrappers.RecordVideo(
@@ -172,8 +175,8 @@ def make_env(env_id: str, args: Args, num_envs: int, video_dir: Path | None = No
 
     try:
         envs = gym.vector.SyncVectorEnv([make] * num_envs, **same_step)
-    except (gym.error.Error, ImportError) as error:
-        fail(f"--env-id {env_id}: {error}")
+    except (gym.error.Error, ImportError, TypeError) as error:
+        fail_to_make(env_id, error)
     check_spaces(env_id, envs)
     return envs
 
@@ -267,7 +270,7 @@ class Categorical:
         self.logprobs = logits.log_softmax(-1)
 
     def sample(self) -> Tensor:
-        """Actions (...) by the Gumbel-max trick: the noise is -log(exponential)."""
+        """Actions (...) by the Gumbel-max trick: argmax(logprobs + noise), with noise = -log(exponential)."""
         return (self.logprobs - torch.empty_like(self.logprobs).exponential_().log_()).argmax(-1)
 
     def log_prob(self, action: Tensor) -> Tensor:
@@ -637,7 +640,7 @@ def beyond_time_limits(agent: Agent, batch: dict[str, Tensor], final_obs: np.nda
 
 def train(args: Args) -> Path:
     """Trains an agent with actors beside the learner; returns the run folder."""
-    start_process(args)
+    start_process(args)  # seeds all that is random, takes a GPU, joins the other processes of torchrun
     keep_freed_memory()
     warn_of_lag(args)
     tasks = args.env_ids * args.num_actors  # a fixed share of actors for each task, section 5.3
@@ -666,12 +669,15 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
     if len(envs.single_observation_space.shape) == 1:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
     agent = Agent(envs, args).to(device)
-    flat = flatten(agent.parameters())  # one vector, of which all parameters and gradients become views
+    # All parameters become views of one vector, and their gradients of its gradient: clipping, Adam and the
+    # sum over processes are then one operation each. From here on, the agent cannot move to another device.
+    flat = flatten(agent.parameters())
     lr = torch.tensor(args.learning_rate, device=device)  # a tensor, or annealing would recompile
     optimizer = RMSProp(flat, args.rmsprop_decay, args.rmsprop_eps)
-    run = Run(args, log_every=args.log_every, agent=agent, optimizer=optimizer)
+    run = Run(args, log_every=args.log_every, agent=agent, optimizer=optimizer)  # folder, logs, checkpoints
 
     def update(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        flat.grad.zero_()  # in place, as the parameters' gradients are views of it
         loss, metrics = impala_loss(agent, batch, args)
         loss.backward()
         if args.sync_every > 1:  # a learner that is alone takes its segments for all
@@ -681,7 +687,6 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
         norm = flat.grad.norm()
         flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
         optimizer.step(flat, lr)
-        flat.grad.zero_()  # in place, for the views
         return metrics | dict(grad_norm=norm)
 
     if args.compile:
@@ -695,7 +700,7 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
     turns, replay = cycle(actors), Replay(args.replay_segments)
     num_replayed = (args.batch_segments - args.new_segments) // WORLD_SIZE
     lags, waits, last_log, status = [], [], time.monotonic(), ""
-    for iteration in run.iterations():  # those that are left; each seeds Python, NumPy and PyTorch
+    for iteration in run.iterations():  # those that are left, each with a seed of its own
         frac = 1 - iteration / args.num_iterations
         lr.fill_(args.learning_rate * (frac if args.anneal_lr else 1))
 
@@ -738,29 +743,33 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
 # === Evaluation ==============================================================================
 
 
+def load_agent(args: Args, env_id: str) -> tuple[Group, Agent]:
+    """One environment of a task and the agent of the run args.evaluate, for evaluate() and for notebooks."""
+    video_dir = Path(args.evaluate) / "videos" if args.capture_video else None
+    group = Group(env_id, make_env(env_id, args, 1, video_dir), video_dir)
+    agent = Agent(group.envs, args).to(args.device)
+    load_checkpoint(args.evaluate, dict(agent=agent))
+    return group, agent
+
+
 @torch.no_grad()
 def evaluate(args: Args) -> list[float]:
-    """Returns of full episodes of a run's agent, which samples as in training. args: the run's, and flags."""
+    """Returns of full episodes of a run's agent, which samples as in training. args: those of the run."""
     seed_all(args.seed)
-    video_dir = Path(args.evaluate) / "videos" if args.capture_video else None
     all_returns = []
     for env_id in args.env_ids:
-        group, returns = Group(env_id, make_env(env_id, args, 1, video_dir), video_dir), []
-        agent = Agent(group.envs, args).to(args.device)
-        load_checkpoint(args.evaluate, dict(agent=agent))
-        heartbeat("evaluation")
-        group.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # above training's seeds
+        (group, agent), returns = load_agent(args, env_id), []
+        group.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # training's are below
         if group.row["obs"].ndim == 2:
             torch.set_num_threads(1)  # the networks are small: a second thread only costs
         state = agent.initial_state(1)
-        while len(returns) < args.eval_episodes:
-            heartbeat("evaluation")
+        for _ in evaluation_steps(args, returns):  # until there are enough returns
             dist, _, state = agent(tensors(group.row, args), state)
             group.send(dist.sample()[0].cpu().numpy())
             _, episodes = group.receive()
             returns += [episode["charts/episodic_return"] for episode in episodes]
         group.envs.close()
-        if len(args.env_ids) > 1:
+        if len(args.env_ids) > 1 and returns:  # none, where a signal came before
             print(f"{env_id}: return {np.mean(returns):.2f} +- {np.std(returns):.2f}")
         all_returns += returns
     return all_returns
@@ -773,16 +782,17 @@ import atexit
 import ctypes
 import faulthandler
 import random
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
-from pickle import UnpicklingError
 from typing import NoReturn
-from zipfile import BadZipFile, ZipFile
+from zipfile import ZipFile
 
 import tyro
 from filelock import FileLock
@@ -791,6 +801,15 @@ from tqdm import tqdm
 
 SCRIPT = Path(__file__).stem
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # rank on this machine; each has a GPU
+FIXED = (
+    "env_id",
+    "env_kwargs",
+    "seed",
+    "num_envs",
+    "num_steps",
+    "batch_segments",
+    "replay_fraction",
+)  # what --resume cannot change
 HEARTBEATS: dict[str, float] = {}  # when each loop last went on
 
 
@@ -809,7 +828,7 @@ class Run:
         name = f"{args.env_id[:99]}__{SCRIPT}__{args.seed}__{time.time_ns()}"  # 255 bytes at most
         name = name.replace("/", "-").replace(":", "-").replace(",", "+")  # W&B refuses these three
         self.args, self.parts, self.shown, self.log_every = args, parts, shown, log_every
-        self.folder = Path(args.resume or f"runs/{name}")
+        self.folder = Path(args.resume or f"runs/{name}").absolute()  # an environment may change the folder
         self.numbers = dict(iteration=0, last_returns=[]) | (numbers or {})
         if RANK == 0:
             self.lock = lock(self.folder)
@@ -818,16 +837,23 @@ class Run:
             self.numbers = {name: state[name] for name in self.numbers}
             if over_processes("MAX", self.numbers["iteration"]) != self.numbers["iteration"]:
                 fail(f"{args.resume}: the processes of torchrun read different checkpoints")
+            self.tell_of_end(state["args"].total_timesteps)
         self.step = self.numbers["iteration"] * args.batch_size
         self.seed = args.seed + self.step + RANK * args.num_envs // WORLD_SIZE  # of the next episodes
-        self.episodes, self.timed_from = [], None
+        self.episodes, self.timed_from, self.saved_at = [], None, time.monotonic()
         if RANK == 0:
             self.writer = start_logging(args, self.folder, self.step)
-            style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
-            total = args.num_iterations * args.batch_size
-            self.bar = tqdm(total=total, initial=self.step, unit="step", unit_scale=True, **style)
+            self.bar = progress_bar(total=args.num_iterations * args.batch_size, initial=self.step)
         over_processes("MAX", 0)  # all wait while Weights & Biases asks the first for a login
         heartbeat("iteration")
+
+    def tell_of_end(self, before: int):
+        """Says that a resumed run is at its end, or has another end than before (steps)."""
+        after = self.args.total_timesteps
+        if RANK == 0 and self.numbers["iteration"] >= self.args.num_iterations:
+            print("the run is at its end; with a larger --total-timesteps it goes on", file=sys.stderr)
+        elif RANK == 0 and before != after:
+            print(f"schedules, as of learning rates, now end at step {after}, not {before}", file=sys.stderr)
 
     def iterations(self) -> Iterator[int]:
         """Counts the iterations that are left. Saves after some of them, the last one, and a signal's."""
@@ -838,10 +864,11 @@ class Run:
             seed_all(hash((self.args.seed, done - 1, RANK)))
             self.done, self.was_logged = done, False
             yield done - 1
-            # A signal that came after the log waits for the next iteration, so that what is saved is logged.
+            # A signal that came after log() waits for the next iteration, so that what is saved is logged.
             signum = int(over_processes("MAX", Run.stop_signal if self.was_logged else 0))
-            if signum or done % self.args.save_every == 0 or done == end:
-                self.numbers["iteration"] = done
+            is_due = time.monotonic() - self.saved_at > 600  # seconds
+            if signum or is_due or done % self.args.save_every == 0 or done == end:
+                self.numbers["iteration"], self.saved_at = done, time.monotonic()
                 if RANK == 0:
                     self.writer.flush()
                     save_checkpoint(self.folder, self.args, self.parts, self.numbers)
@@ -900,6 +927,22 @@ class Run:
             sys.exit(f"{message}; last good checkpoint: {good}" if RANK == 0 else 1)
 
 
+def progress_bar(**kwargs) -> tqdm:
+    """Counts environment steps on a terminal, and prints a line every ten seconds elsewhere."""
+    style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
+    return tqdm(unit="step", unit_scale=True, **style, **kwargs)
+
+
+def evaluation_steps(args: Args, returns: list[float]) -> Iterator[int]:
+    """Counts the steps of an evaluation until there are enough returns, or a signal asks for its end."""
+    with progress_bar() as bar:
+        while len(returns) < args.eval_episodes and not Run.stop_signal:
+            heartbeat("evaluation")
+            yield bar.n
+            bar.set_postfix_str(f"{len(returns)} of {args.eval_episodes} episodes", refresh=False)
+            bar.update()
+
+
 def ended_episodes(info: dict) -> list[dict[str, float]]:
     """Return, length and the numbers of its last info, of each episode that ended in a step."""
     if "final_info" not in info:
@@ -920,7 +963,7 @@ def start_process(args: Args):
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
-        # An optimizer may import this later; it would then keep the process group alive, and abort the exit.
+        # Imported while a process group exists, it would hold on to the group, and the exit would abort.
         from torch import _dynamo  # noqa: F401
 
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
@@ -952,7 +995,7 @@ def flatten(parameters: Iterable[nn.Parameter]) -> nn.Parameter:
     flat = nn.Parameter(torch.cat([x.data.flatten() for x in parameters]))
     flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in parameters]
     for x, part, grad in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
-        part = part.as_strided(x.shape, x.stride()).copy_(x.data)  # channels may be last in memory
+        part = part.as_strided(x.shape, x.stride()).copy_(x.data)  # keeps an order such as channels last
         x.data, x.grad = part, grad.as_strided(x.shape, x.stride())
     return flat
 
@@ -986,10 +1029,14 @@ def check_tasks(actors: list[list[Group]]):
             fail(f"one network cannot play {theirs}")
 
 
-def check_game(spec: gym.envs.registration.EnvSpec, video_dir: Path | None):
+def check_game(args: Args, spec: gym.envs.registration.EnvSpec, video_dir: Path | None):
     """Fails for an Atari game that skips frames at random, and for videos without the package they need."""
     if spec.kwargs["frameskip"] not in (1, 4):
         fail(f"{spec.id} skips a random number of frames: take a NoFrameskip-v4 or an ALE/...-v5 id")
+    names = ("repeat_action_probability", "full_action_space", "max_num_frames_per_episode")
+    for name, x in json.loads(args.env_kwargs).items():
+        if name not in names or not isinstance(x, int | float):
+            fail(f"--env-kwargs: games take numbers for {', '.join(names)}, not {name}: {x}")
     if video_dir and not find_spec("moviepy"):
         fail("--capture-video: pip install moviepy")
 
@@ -1022,7 +1069,7 @@ def start_logging(args: Args, run_dir: Path, first_step: int) -> SummaryWriter:
     writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
     atexit.register(writer.close)  # writes the last logs after an exception, too
     writer.add_text("args", "\n".join(f"    {name}: {x}" for name, x in asdict(args).items()))
-    print(run_dir)
+    print(os.path.relpath(run_dir))
     return writer
 
 
@@ -1047,7 +1094,7 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Iterable[s
         for name, part in (parts or {}).items():
             part.load_state_dict(state[name])
         return state | dict(args=Args(**state["args"])) | {name: state[name] for name in numbers}
-    except (OSError, BadZipFile, RuntimeError, LookupError, TypeError, ValueError, UnpicklingError) as error:
+    except Exception as error:  # what a damaged file raises has many types
         fail(f"{path} cannot be loaded with these flags and this {SCRIPT}.py: {error!r:.150}")
 
 
@@ -1061,7 +1108,7 @@ def watch_heartbeats(seconds: int):
     if RANK == 0:
         print(f"--stall-seconds {seconds}: a longer iteration ends the run", file=sys.stderr)
     while True:
-        # may crash beside threads that run, so it is only for C code that keeps Python's lock
+        # for C code that keeps Python's lock, so that this loop stands still; it may crash other threads
         faulthandler.dump_traceback_later(seconds + 1, exit=True, file=2)
         time.sleep(0.5)
         if any(time.monotonic() - then > seconds for then in HEARTBEATS.copy().values()):
@@ -1074,9 +1121,10 @@ def watch_heartbeats(seconds: int):
 
 def stop_after_iteration(signum: int, _):
     """Handles a signal: the first ends the run after its iteration, and a second Ctrl-C at once."""
-    print("stopping after this iteration", file=sys.stderr)
     Run.stop_signal = signum
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # SIGTERM comes twice where torchrun passes it on, too
+    with suppress(OSError):  # a terminal may have gone
+        os.write(2, b"stopping after this iteration\n")
 
 
 def check(args: Args):
@@ -1095,6 +1143,10 @@ def check(args: Args):
         "give --resume or --evaluate, not both": not (args.resume and args.evaluate),
         "--capture-video records the episodes of --evaluate": args.evaluate or not args.capture_video,
         "max_grad_norm must be above 0": args.max_grad_norm > 0,
+        "env_id may have one colon, after a module": all(
+            re.fullmatch(r"([^:]+:)?[^:]*", x) for x in args.env_ids
+        ),
+        "env_kwargs must be a JSON object": is_json_object(args.env_kwargs),
         "stall_seconds must be below 2**22": args.stall_seconds < 2**22,  # 48 days: Windows' limit
         "seed + steps must be below 2**31": args.seed + args.total_timesteps + args.num_envs < 2**31,
         "gamma and vtrace_lambda must be at most 1": max(args.gamma, args.vtrace_lambda) <= 1,
@@ -1107,6 +1159,21 @@ def check(args: Args):
     for rule, is_kept in rules.items():
         if not is_kept:
             raise ValueError(rule)
+
+
+def is_json_object(text: str) -> bool:
+    with suppress(ValueError):
+        return isinstance(json.loads(text), dict)
+    return False
+
+
+def fail_to_make(env_id: str, error: Exception) -> NoReturn:
+    """Reports an environment that there is not, or not with these arguments."""
+    if isinstance(error, TypeError) and "unexpected keyword argument" not in str(error):
+        raise error  # the environment's own mistake
+    is_atari = env_id.startswith("ALE/") or "NoFrameskip" in env_id
+    hint = " (for Atari games: ppo_atari.py)" if is_atari and "ale_py" not in globals() else ""
+    fail(f"--env-id {env_id}: {error}{hint}")
 
 
 def check_spaces(env_id: str, envs: gym.vector.VectorEnv):
@@ -1126,19 +1193,16 @@ def fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def parse_args(
-    fixed: Sequence[str] = ("env_id", "seed", "num_envs", "num_steps", "batch_segments", "replay_fraction"),
-) -> Args:
-    """The command line. A run that is resumed or evaluated brings its own arguments as defaults.
-
-    fixed: what --resume cannot change.
-    """
+def parse_args(argv: Sequence[str] | None = None) -> Args:
+    """The command line, or argv. A run that is resumed or evaluated brings its own arguments as defaults."""
+    words = sys.argv[1:] if argv is None else argv
+    argv = [word.removesuffix(f"{os.sep}checkpoint.pt") for word in words]  # a run may be named by that file
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", "--evaluate", dest="run_dir")
-    run_dir = parser.parse_known_args()[0].run_dir
+    run_dir = parser.parse_known_args(argv)[0].run_dir
     saved = tyro.MISSING_NONPROP if run_dir is None else load_checkpoint(run_dir)["args"]
-    args = tyro.cli(Args, default=saved)
-    for name in fixed:
+    args = tyro.cli(Args, args=argv, default=saved)
+    for name in FIXED:
         if args.resume and getattr(args, name) != getattr(saved, name):
             fail(f"--resume cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
     if args.device == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
@@ -1151,17 +1215,27 @@ def parse_args(
 
 def main():
     """Trains, or evaluates a run, as the command line says."""
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # a process may have been started without
+    faulthandler.enable(2)  # a simulator that crashes shows where
+    sys.path.append(os.getcwd())  # --env-id finds modules there, too
     args = parse_args()
     if args.stall_seconds:
         threading.Thread(target=watch_heartbeats, args=[args.stall_seconds], daemon=True).start()
-    if args.evaluate:
-        returns = evaluate(args)
-        print(f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes")
-        return
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signals.append(signal.SIGHUP)  # a terminal or a connection has gone, and nohup was not asked for
+    for signum in signals:
         signal.signal(signum, stop_after_iteration)
     try:
-        train(args)
+        if args.evaluate:
+            heartbeat("evaluation")
+            returns = evaluate(args)
+            mean, std = (np.mean(returns), np.std(returns)) if returns else (np.nan, np.nan)
+            print(f"return {mean:.2f} +- {std:.2f} over {len(returns)} episodes")
+            if Run.stop_signal:
+                sys.exit(128 + Run.stop_signal)
+        else:
+            train(args)
     finally:
         HEARTBEATS.clear()  # what is still to be written or sent may take its time
 

@@ -22,6 +22,7 @@ Shapes   L = burn_in + unroll steps of a sequence, which has L + 1 rows; B seque
          rewards, discount and end are of row t + 1 alike.
 """
 
+import json
 import os
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -47,15 +48,16 @@ Bonus = Literal["calibrated", "min-max", "batch-mean", "long-run-mean", "zero-me
 @dataclass
 class Args:
     env_id: str = "MiniGrid-DoorKey-8x8-v0"  # Gymnasium id of the task
+    env_kwargs: str = "{}"  # arguments of the environment in JSON, such as '{"max_steps": 100}'
     total_timesteps: int = 1_000_000  # environment steps, summed over the parallel environments
-    seed: int = 1  # seeds Python, NumPy, PyTorch and the environments; nothing else is random
+    seed: int = 1  # of Python, NumPy, PyTorch and the environments
 
     # acting
     num_envs: int = 16  # parallel environments, divided among torchrun's processes
     num_steps: int = 4  # steps per environment and rollout (T)
     epsilon: float = 0.4  # share of random actions of the first environment; the last has its 8th power
     eval_epsilon: float = 0.01  # share of random actions in --evaluate, and of Retrace's target policy
-    bootstrap_truncated: bool = True  # at a time limit, add gamma * value of the last observation
+    bootstrap_truncated: bool = True  # at time limits, add gamma * value of the last observation to rewards
 
     # sequences and their replay
     burn_in: int = 10  # steps that only warm up the LSTM's state
@@ -108,7 +110,7 @@ class Args:
     wandb_project_name: str = "ngu"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases user or team
     log_every: int = 50  # iterations between logs of losses and rates; episodes are logged as they end
-    save_every: int = 500  # iterations between checkpoints
+    save_every: int = 500  # iterations between checkpoints, of which there is one every ten minutes anyway
     stall_seconds: int = 0  # exit if an iteration, or a step of --evaluate, takes longer; 0: never
     resume: str | None = None  # run folder to continue, with its own arguments where no flag is given
     evaluate: str | None = None  # run folder whose agent to evaluate instead of training
@@ -116,7 +118,7 @@ class Args:
     capture_video: bool = False  # record the episodes of --evaluate in the run folder
 
     @property
-    def batch_size(self) -> int:  # of all processes together
+    def batch_size(self) -> int:  # of all processes together: B of each
         return self.num_envs * self.num_steps
 
     @property
@@ -189,11 +191,12 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
     gym.register_envs(minigrid)
     spec = gym.registry.get(args.env_id)
     if spec and spec.entry_point == "ale_py.env:AtariEnv":
-        check_game(spec, video_dir)
-        return AtariGames(spec.kwargs, num_envs, video_dir)
+        check_game(args, spec, video_dir)
+        return AtariGames(spec.kwargs | json.loads(args.env_kwargs), num_envs, video_dir)
 
     def make() -> gym.Env:
-        env = gym.make(args.env_id, **(dict(render_mode="rgb_array") if video_dir else {}))
+        kwargs = json.loads(args.env_kwargs) | (dict(render_mode="rgb_array") if video_dir else {})
+        env = gym.make(args.env_id, **kwargs)
         if video_dir:
             env = gym.wrappers.RecordVideo(env, str(video_dir), lambda n: n < args.eval_episodes)
         return as_array(gym.wrappers.RecordEpisodeStatistics(env))
@@ -201,9 +204,9 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
     same_step = gym.vector.AutoresetMode.SAME_STEP
     try:
         envs = gym.vector.SyncVectorEnv([make] * num_envs, autoreset_mode=same_step)
-    except (gym.error.Error, ImportError) as error:
-        fail(f"--env-id {args.env_id}: {error}")
-    check_spaces(args.env_id, envs)
+    except (gym.error.Error, ImportError, TypeError) as error:
+        fail_to_make(args.env_id, error)
+    check_spaces(args.env_id, envs)  # refuses what Agent cannot play
     return envs
 
 
@@ -870,7 +873,7 @@ class Actor:
 
 def train(args: Args) -> Path:
     """Trains an agent; returns the run folder."""
-    start_process(args)
+    start_process(args)  # seeds all that is random, takes a GPU, joins the other processes of torchrun
     keep_freed_memory()
     T, N, device = args.num_steps, args.num_envs // WORLD_SIZE, args.device
     envs = make_env(args, N)
@@ -901,13 +904,13 @@ def train(args: Args) -> Path:
     def step_by(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
         """Steps down the gradient of a loss; returns the gradient's norm."""
         (flat,) = optimizer.param_groups[0]["params"]
+        flat.grad.zero_()  # in place, as the parameters' gradients are views of it
         loss.backward()
         if WORLD_SIZE > 1:  # averaged over the processes of torchrun
             torch.distributed.all_reduce(flat.grad.div_(WORLD_SIZE))
         norm = flat.grad.norm()
         flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
         optimizer.step()
-        flat.grad.zero_()
         return norm
 
     def update(batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -972,24 +975,27 @@ def train(args: Args) -> Path:
 # === Evaluation ==============================================================================
 
 
-@torch.no_grad()
-def evaluate(args: Args) -> list[float]:
-    """Returns of full episodes of a run's agent, by its policy with the smallest beta and by eval_epsilon."""
-    seed_all(args.seed)
+def load_agent(args: Args) -> Actor:
+    """The agent of the run args.evaluate in one environment, with its smallest beta, also for notebooks."""
     envs = make_env(args, 1, Path(args.evaluate) / "videos" if args.capture_video else None)
     agent, curiosity = Agent(envs, args).to(args.device), Curiosity(envs, args).to(args.device)
     load_checkpoint(args.evaluate, dict(agent=agent, curiosity=curiosity))
     curiosity.eval()  # its statistics stay as they are
-    heartbeat("evaluation")
+    return Actor(replace(args, num_policies=1), envs, agent, curiosity)
+
+
+@torch.no_grad()
+def evaluate(args: Args) -> list[float]:
+    """Returns of full episodes of a run's agent, by its policy with the smallest beta and by eval_epsilon."""
+    seed_all(args.seed)
+    actor, returns = load_agent(args), []
     seed = args.seed + args.total_timesteps + args.num_envs  # no seed of training
-    actor = Actor(replace(args, num_policies=1), envs, agent, curiosity)
     actor.reset(seed)
-    rng, returns = np.random.default_rng(seed), []
-    while len(returns) < args.eval_episodes:
-        heartbeat("evaluation")
+    rng = np.random.default_rng(seed)
+    for _ in evaluation_steps(args, returns):  # until there are enough returns
         _, episodes, _ = actor.step(np.full(1, args.eval_epsilon), rng)
         returns += [episode["charts/episodic_return"] for episode in episodes]
-    envs.close()
+    actor.envs.close()
     return returns
 
 
@@ -1000,16 +1006,17 @@ import atexit
 import ctypes
 import faulthandler
 import random
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
-from pickle import UnpicklingError
 from typing import NoReturn
-from zipfile import BadZipFile, ZipFile
+from zipfile import ZipFile
 
 import tyro
 from filelock import FileLock
@@ -1018,6 +1025,18 @@ from tqdm import tqdm
 
 SCRIPT = Path(__file__).stem
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # rank on this machine; each has a GPU
+FIXED = (
+    "env_id",
+    "env_kwargs",
+    "seed",
+    "num_envs",
+    "num_steps",
+    "num_policies",
+    "hidden_size",
+    "rnd",
+    "train_embedding",
+    "save_replay",
+)  # what --resume cannot change
 HEARTBEATS: dict[str, float] = {}  # when each loop last went on
 
 
@@ -1036,7 +1055,7 @@ class Run:
         name = f"{args.env_id[:99]}__{SCRIPT}__{args.seed}__{time.time_ns()}"  # 255 bytes at most
         name = name.replace("/", "-").replace(":", "-").replace(",", "+")  # W&B refuses these three
         self.args, self.parts, self.shown, self.log_every = args, parts, shown, log_every
-        self.folder = Path(args.resume or f"runs/{name}")
+        self.folder = Path(args.resume or f"runs/{name}").absolute()  # an environment may change the folder
         self.numbers = dict(iteration=0, last_returns=[]) | (numbers or {})
         if RANK == 0:
             self.lock = lock(self.folder)
@@ -1045,16 +1064,23 @@ class Run:
             self.numbers = {name: state[name] for name in self.numbers}
             if over_processes("MAX", self.numbers["iteration"]) != self.numbers["iteration"]:
                 fail(f"{args.resume}: the processes of torchrun read different checkpoints")
+            self.tell_of_end(state["args"].total_timesteps)
         self.step = self.numbers["iteration"] * args.batch_size
         self.seed = args.seed + self.step + RANK * args.num_envs // WORLD_SIZE  # of the next episodes
-        self.episodes, self.timed_from = [], None
+        self.episodes, self.timed_from, self.saved_at = [], None, time.monotonic()
         if RANK == 0:
             self.writer = start_logging(args, self.folder, self.step)
-            style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
-            total = args.num_iterations * args.batch_size
-            self.bar = tqdm(total=total, initial=self.step, unit="step", unit_scale=True, **style)
+            self.bar = progress_bar(total=args.num_iterations * args.batch_size, initial=self.step)
         over_processes("MAX", 0)  # all wait while Weights & Biases asks the first for a login
         heartbeat("iteration")
+
+    def tell_of_end(self, before: int):
+        """Says that a resumed run is at its end, or has another end than before (steps)."""
+        after = self.args.total_timesteps
+        if RANK == 0 and self.numbers["iteration"] >= self.args.num_iterations:
+            print("the run is at its end; with a larger --total-timesteps it goes on", file=sys.stderr)
+        elif RANK == 0 and before != after:
+            print(f"schedules, as of learning rates, now end at step {after}, not {before}", file=sys.stderr)
 
     def iterations(self) -> Iterator[int]:
         """Counts the iterations that are left. Saves after some of them, the last one, and a signal's."""
@@ -1065,10 +1091,11 @@ class Run:
             seed_all(hash((self.args.seed, done - 1, RANK)))
             self.done, self.was_logged = done, False
             yield done - 1
-            # A signal that came after the log waits for the next iteration, so that what is saved is logged.
+            # A signal that came after log() waits for the next iteration, so that what is saved is logged.
             signum = int(over_processes("MAX", Run.stop_signal if self.was_logged else 0))
-            if signum or done % self.args.save_every == 0 or done == end:
-                self.numbers["iteration"] = done
+            is_due = time.monotonic() - self.saved_at > 600  # seconds
+            if signum or is_due or done % self.args.save_every == 0 or done == end:
+                self.numbers["iteration"], self.saved_at = done, time.monotonic()
                 if RANK == 0:
                     self.writer.flush()
                     save_checkpoint(self.folder, self.args, self.parts, self.numbers)
@@ -1127,6 +1154,22 @@ class Run:
             sys.exit(f"{message}; last good checkpoint: {good}" if RANK == 0 else 1)
 
 
+def progress_bar(**kwargs) -> tqdm:
+    """Counts environment steps on a terminal, and prints a line every ten seconds elsewhere."""
+    style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
+    return tqdm(unit="step", unit_scale=True, **style, **kwargs)
+
+
+def evaluation_steps(args: Args, returns: list[float]) -> Iterator[int]:
+    """Counts the steps of an evaluation until there are enough returns, or a signal asks for its end."""
+    with progress_bar() as bar:
+        while len(returns) < args.eval_episodes and not Run.stop_signal:
+            heartbeat("evaluation")
+            yield bar.n
+            bar.set_postfix_str(f"{len(returns)} of {args.eval_episodes} episodes", refresh=False)
+            bar.update()
+
+
 def ended_episodes(info: dict) -> list[dict[str, float]]:
     """Return, length and the numbers of its last info, of each episode that ended in a step."""
     if "final_info" not in info:
@@ -1147,7 +1190,7 @@ def start_process(args: Args):
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
-        # An optimizer may import this later; it would then keep the process group alive, and abort the exit.
+        # Imported while a process group exists, it would hold on to the group, and the exit would abort.
         from torch import _dynamo  # noqa: F401
 
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
@@ -1179,7 +1222,7 @@ def flatten(parameters: Iterable[nn.Parameter]) -> nn.Parameter:
     flat = nn.Parameter(torch.cat([x.data.flatten() for x in parameters]))
     flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in parameters]
     for x, part, grad in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
-        part = part.as_strided(x.shape, x.stride()).copy_(x.data)  # channels may be last in memory
+        part = part.as_strided(x.shape, x.stride()).copy_(x.data)  # keeps an order such as channels last
         x.data, x.grad = part, grad.as_strided(x.shape, x.stride())
     return flat
 
@@ -1193,10 +1236,14 @@ def keep_freed_memory():
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
-def check_game(spec: gym.envs.registration.EnvSpec, video_dir: Path | None):
+def check_game(args: Args, spec: gym.envs.registration.EnvSpec, video_dir: Path | None):
     """Fails for an Atari game that skips frames at random, and for videos without the package they need."""
     if spec.kwargs["frameskip"] not in (1, 4):
         fail(f"{spec.id} skips a random number of frames: take a NoFrameskip-v4 or an ALE/...-v5 id")
+    names = ("repeat_action_probability", "max_num_frames_per_episode")
+    for name, x in json.loads(args.env_kwargs).items():
+        if name not in names or not isinstance(x, int | float):
+            fail(f"--env-kwargs: games take numbers for {', '.join(names)}, not {name}: {x}")
     if video_dir and not find_spec("moviepy"):
         fail("--capture-video: pip install moviepy")
 
@@ -1229,7 +1276,7 @@ def start_logging(args: Args, run_dir: Path, first_step: int) -> SummaryWriter:
     writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
     atexit.register(writer.close)  # writes the last logs after an exception, too
     writer.add_text("args", "\n".join(f"    {name}: {x}" for name, x in asdict(args).items()))
-    print(run_dir)
+    print(os.path.relpath(run_dir))
     return writer
 
 
@@ -1254,7 +1301,7 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Iterable[s
         for name, part in (parts or {}).items():
             part.load_state_dict(state[name])
         return state | dict(args=Args(**state["args"])) | {name: state[name] for name in numbers}
-    except (OSError, BadZipFile, RuntimeError, LookupError, TypeError, ValueError, UnpicklingError) as error:
+    except Exception as error:  # what a damaged file raises has many types
         fail(f"{path} cannot be loaded with these flags and this {SCRIPT}.py: {error!r:.150}")
 
 
@@ -1268,7 +1315,7 @@ def watch_heartbeats(seconds: int):
     if RANK == 0:
         print(f"--stall-seconds {seconds}: a longer iteration ends the run", file=sys.stderr)
     while True:
-        # may crash beside threads that run, so it is only for C code that keeps Python's lock
+        # for C code that keeps Python's lock, so that this loop stands still; it may crash other threads
         faulthandler.dump_traceback_later(seconds + 1, exit=True, file=2)
         time.sleep(0.5)
         if any(time.monotonic() - then > seconds for then in HEARTBEATS.copy().values()):
@@ -1281,9 +1328,10 @@ def watch_heartbeats(seconds: int):
 
 def stop_after_iteration(signum: int, _):
     """Handles a signal: the first ends the run after its iteration, and a second Ctrl-C at once."""
-    print("stopping after this iteration", file=sys.stderr)
     Run.stop_signal = signum
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # SIGTERM comes twice where torchrun passes it on, too
+    with suppress(OSError):  # a terminal may have gone
+        os.write(2, b"stopping after this iteration\n")
 
 
 def check(args: Args):
@@ -1305,6 +1353,8 @@ def check(args: Args):
         "give --resume or --evaluate, not both": not (args.resume and args.evaluate),
         "--capture-video records the episodes of --evaluate": args.evaluate or not args.capture_video,
         "max_grad_norm must be above 0": args.max_grad_norm > 0,
+        "env_id may have one colon, after a module": re.fullmatch(r"([^:]+:)?[^:]*", args.env_id),
+        "env_kwargs must be a JSON object": is_json_object(args.env_kwargs),
         "stall_seconds must be below 2**22": args.stall_seconds < 2**22,  # 48 days: Windows' limit
         "seed + steps must be below 2**31": args.seed + args.total_timesteps + args.num_envs < 2**31,
         "gamma_max and gamma_min must be below 1": max(args.gamma_max, args.gamma_min) < 1,
@@ -1322,6 +1372,21 @@ def check(args: Args):
     for rule, is_kept in rules.items():
         if not is_kept:
             raise ValueError(rule)
+
+
+def is_json_object(text: str) -> bool:
+    with suppress(ValueError):
+        return isinstance(json.loads(text), dict)
+    return False
+
+
+def fail_to_make(env_id: str, error: Exception) -> NoReturn:
+    """Reports an environment that there is not, or not with these arguments."""
+    if isinstance(error, TypeError) and "unexpected keyword argument" not in str(error):
+        raise error  # the environment's own mistake
+    is_atari = env_id.startswith("ALE/") or "NoFrameskip" in env_id
+    hint = " (for Atari games: ppo_atari.py)" if is_atari and "ale_py" not in globals() else ""
+    fail(f"--env-id {env_id}: {error}{hint}")
 
 
 def check_spaces(env_id: str, envs: gym.vector.VectorEnv):
@@ -1344,21 +1409,16 @@ def fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def parse_args(
-    fixed: Sequence[str] = tuple(
-        "env_id seed num_envs num_steps num_policies hidden_size rnd train_embedding save_replay".split()
-    ),
-) -> Args:
-    """The command line. A run that is resumed or evaluated brings its own arguments as defaults.
-
-    fixed: what --resume cannot change.
-    """
+def parse_args(argv: Sequence[str] | None = None) -> Args:
+    """The command line, or argv. A run that is resumed or evaluated brings its own arguments as defaults."""
+    words = sys.argv[1:] if argv is None else argv
+    argv = [word.removesuffix(f"{os.sep}checkpoint.pt") for word in words]  # a run may be named by that file
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", "--evaluate", dest="run_dir")
-    run_dir = parser.parse_known_args()[0].run_dir
+    run_dir = parser.parse_known_args(argv)[0].run_dir
     saved = tyro.MISSING_NONPROP if run_dir is None else load_checkpoint(run_dir)["args"]
-    args = tyro.cli(Args, default=saved)
-    for name in fixed:
+    args = tyro.cli(Args, args=argv, default=saved)
+    for name in FIXED:
         if args.resume and getattr(args, name) != getattr(saved, name):
             fail(f"--resume cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
     if args.device == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
@@ -1371,17 +1431,27 @@ def parse_args(
 
 def main():
     """Trains, or evaluates a run, as the command line says."""
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # a process may have been started without
+    faulthandler.enable(2)  # a simulator that crashes shows where
+    sys.path.append(os.getcwd())  # --env-id finds modules there, too
     args = parse_args()
     if args.stall_seconds:
         threading.Thread(target=watch_heartbeats, args=[args.stall_seconds], daemon=True).start()
-    if args.evaluate:
-        returns = evaluate(args)
-        print(f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes")
-        return
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signals.append(signal.SIGHUP)  # a terminal or a connection has gone, and nohup was not asked for
+    for signum in signals:
         signal.signal(signum, stop_after_iteration)
     try:
-        train(args)
+        if args.evaluate:
+            heartbeat("evaluation")
+            returns = evaluate(args)
+            mean, std = (np.mean(returns), np.std(returns)) if returns else (np.nan, np.nan)
+            print(f"return {mean:.2f} +- {std:.2f} over {len(returns)} episodes")
+            if Run.stop_signal:
+                sys.exit(128 + Run.stop_signal)
+        else:
+            train(args)
     finally:
         HEARTBEATS.clear()  # what is still to be written or sent may take its time
 

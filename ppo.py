@@ -3,7 +3,7 @@
 # dependencies = ["filelock>=3.13", "gymnasium[classic-control]>=1.4", "numpy", "tensorboard", "tensordict",
 #     "torch>=2.6", "tqdm", "tyro>=1"]
 # ///
-# ruff: noqa: E402  (helpers, and what only they import, come after evaluate())
+# ruff: noqa: E402  (the second half of the file has its own imports)
 """PPO for vector observations and discrete actions, with the 13 core details of openai/baselines.
 
     python ppo.py --env-id CartPole-v1 --seed 1     # every field of Args is a flag; see --help
@@ -16,6 +16,7 @@ Details  numbered as in https://iclr-blog-track.github.io/2022/03/25/ppo-impleme
 Shapes   of one process: T = num_steps, N = num_envs / processes, B = T * N, M = B / num_minibatches
 """
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,15 +36,16 @@ RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZ
 @dataclass
 class Args:
     env_id: str = "CartPole-v1"  # Gymnasium id of the task
+    env_kwargs: str = "{}"  # arguments of the environment in JSON, such as '{"max_steps": 100}'
     total_timesteps: int = 500_000  # environment steps, summed over the parallel environments
-    seed: int = 1  # seeds Python, NumPy, PyTorch and the environments; nothing else is random
+    seed: int = 1  # of Python, NumPy, PyTorch and the environments
 
     # rollout
     num_envs: int = 4  # parallel environments, divided among torchrun's processes
     num_steps: int = 128  # steps per environment and rollout (T)
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # GAE: 0 is the one-step advantage, 1 is Monte Carlo
-    bootstrap_truncated: bool = False  # at a time limit, add gamma * value of the last observation
+    bootstrap_truncated: bool = False  # at time limits, add gamma * value of the last observation to rewards
 
     # update
     learning_rate: float = 2.5e-4  # Adam's, before annealing
@@ -57,7 +59,7 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # clip of the global gradient norm
-    target_kl: float | None = None  # skip remaining epochs if the KL divergence of a minibatch is above
+    target_kl: float | None = None  # stop after an epoch whose last minibatch has a KL divergence above this
 
     # run
     device: Literal["cpu", "cuda"] = "cpu"  # where the networks run
@@ -65,7 +67,7 @@ class Args:
     track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
     wandb_project_name: str = "ppo"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases user or team
-    save_every: int = 100  # iterations between checkpoints
+    save_every: int = 100  # iterations between checkpoints, of which there is one every ten minutes anyway
     stall_seconds: int = 0  # exit if an iteration, or a step of --evaluate, takes longer; 0: never
     resume: str | None = None  # run folder to continue, with its own arguments where no flag is given
     evaluate: str | None = None  # run folder whose agent to evaluate instead of training
@@ -73,7 +75,7 @@ class Args:
     capture_video: bool = False  # record the episodes of --evaluate in the run folder
 
     @property
-    def batch_size(self) -> int:  # of all processes together
+    def batch_size(self) -> int:  # of all processes together: B of each
         return self.num_envs * self.num_steps
 
     @property
@@ -91,20 +93,20 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
     """Vectorized environments, each reset within the step that ends its episode."""
 
     def make() -> gym.Env:
-        render = dict(render_mode="rgb_array") if video_dir else {}
-        env = gym.make(args.env_id, disable_env_checker=True, **render)
+        kwargs = json.loads(args.env_kwargs) | (dict(render_mode="rgb_array") if video_dir else {})
+        env = gym.make(args.env_id, disable_env_checker=True, **kwargs)
         if video_dir:
             env = gym.wrappers.RecordVideo(
                 env, str(video_dir), episode_trigger=lambda n: n < args.eval_episodes
             )
-        return gym.wrappers.RecordEpisodeStatistics(env)
+        return gym.wrappers.RecordEpisodeStatistics(env)  # what is logged: change rewards outside of it
 
     same_step = gym.vector.AutoresetMode.SAME_STEP
     try:  # detail 1: vectorized architecture. Slow environments gain from AsyncVectorEnv.
         envs = gym.vector.SyncVectorEnv([make] * num_envs, autoreset_mode=same_step)
-    except (gym.error.Error, ImportError) as error:
+    except (gym.error.Error, ImportError, TypeError) as error:
         fail_to_make(args.env_id, error)
-    check_spaces(args.env_id, envs)
+    check_spaces(args.env_id, envs)  # refuses what Agent cannot play
     return envs
 
 
@@ -118,7 +120,7 @@ class Categorical:
         self.logprobs = logits.log_softmax(-1)
 
     def sample(self) -> Tensor:
-        """Actions (...) by the Gumbel-max trick: the noise is -log(exponential)."""
+        """Actions (...) by the Gumbel-max trick: argmax(logprobs + noise), with noise = -log(exponential)."""
         return (self.logprobs - torch.empty_like(self.logprobs).exponential_().log_()).argmax(-1)
 
     def log_prob(self, action: Tensor) -> Tensor:
@@ -165,9 +167,10 @@ class Agent(nn.Module):
 def compute_gae(rewards, values, dones, next_value, gamma: float, lam: float) -> np.ndarray:
     """Advantages (T, N) as in eq. 16 of Schulman et al. 2016, https://arxiv.org/abs/1506.02438.
 
-    rewards, values, dones: (T, N); dones[t] is 1 if step t ended an episode. next_value: (N,), of next_obs.
+    rewards, values, dones: (T, N); dones[t] is 1 if step t ended an episode. next_value: (N,), at step T.
     """
-    deltas = rewards + gamma * (1 - dones) * np.concatenate((values[1:], next_value[None])) - values
+    next_values = np.concatenate((values[1:], next_value[None]))
+    deltas = rewards + gamma * (1 - dones) * next_values - values
     advantages, advantage = np.zeros_like(deltas), 0
     for t in reversed(range(len(deltas))):  # detail 5: generalized advantage estimation
         advantages[t] = advantage = deltas[t] + gamma * lam * (1 - dones[t]) * advantage
@@ -179,7 +182,7 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args:
     dist, value = agent(batch["obs"])
     logratio = dist.log_prob(batch["actions"]) - batch["logprobs"]
     ratio, advantages = logratio.exp(), batch["advantages"]
-    if args.norm_adv:  # detail 7: advantage normalization, per minibatch (with the blog's unbiased std)
+    if args.norm_adv:  # detail 7: advantage normalization, per minibatch
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)  # detail 8: clipped surrogate objective
     pg_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
@@ -204,17 +207,18 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args:
 
 def train(args: Args) -> Path:
     """Trains an agent; returns the run folder."""
-    start_process(args)
+    start_process(args)  # seeds all that is random, takes a GPU, joins the other processes of torchrun
     torch.set_num_threads(1)  # the networks are small: a second thread only costs
     T, N, device = args.num_steps, args.num_envs // WORLD_SIZE, args.device
     envs = make_env(args, N)
     agent = Agent(envs).to(device)
-    flat = flatten(agent.parameters())  # one vector, of which all parameters and gradients become views
-    lr = torch.tensor(args.learning_rate, device=device)  # a tensor, or annealing would recompile
-    clip = torch.tensor(args.clip_coef, device=device)  # for the same reason
-    # detail 3: Adam's epsilon. Capturable, as --compile may put its step in a CUDA graph.
-    optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True, capturable=True)
-    run = Run(args, agent=agent, optimizer=optimizer)  # with --resume, loads the state of both
+    # All parameters become views of one vector, and their gradients of its gradient: clipping, Adam and the
+    # sum over processes are then one operation each. From here on, the agent cannot move to another device.
+    flat = flatten(agent.parameters())
+    # lr and clip are tensors, and Adam is capturable, for --compile: it would recompile for each new number
+    lr, clip = (torch.tensor(x, device=device) for x in (args.learning_rate, args.clip_coef))
+    optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True, capturable=True)  # detail 3: epsilon
+    run = Run(args, agent=agent, optimizer=optimizer)  # its folder, logs and checkpoints; --resume loads
     optimizer.param_groups[0]["lr"] = lr  # loading may have replaced it
 
     @torch.inference_mode()
@@ -222,6 +226,7 @@ def train(args: Args) -> Path:
         return agent.policy(obs).sample()
 
     def update(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        flat.grad.zero_()  # in place, as the parameters' gradients are views of it
         loss, metrics = ppo_loss(agent, batch, clip, args)
         loss.backward()
         if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients, averaged over the processes of torchrun
@@ -229,27 +234,28 @@ def train(args: Args) -> Path:
         norm = flat.grad.norm()  # detail 11: clipping of the global gradient norm
         flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
         optimizer.step()
-        flat.grad.zero_()  # in place, for the views
         return metrics | dict(grad_norm=norm)
 
-    act, update = compiled(act, args), compiled(update, args)
+    act, update = compiled(act, args), compiled(update, args)  # as they are without --compile
     obs = np.zeros((T, *envs.observation_space.shape), np.float32)
     actions = np.zeros((T, *envs.action_space.shape), envs.action_space.dtype)
-    rewards, dones = np.zeros((2, T, N), np.float32)
+    rewards = np.zeros((T, N), np.float32)
+    dones = np.zeros((T, N), np.float32)
     next_obs, _ = envs.reset(seed=run.seed)  # args.seed, shifted by process and by the steps before --resume
-    for iteration in run.iterations():  # those that are left; each seeds Python, NumPy and PyTorch
+    # Those that are left. Each begins with a seed of its own, and ends with a checkpoint if one is due.
+    for iteration in run.iterations():
         frac = 1 - iteration / args.num_iterations
         lr.fill_(args.learning_rate * (frac if args.anneal_lr else 1))  # detail 4: learning rate annealing
         clip.fill_(args.clip_coef * (frac if args.anneal_clip else 1))  # auxiliary detail 1: clip annealing
 
         # 1. rollout
-        for t in range(T):
+        for t in range(T):  # only acts: the agent stays the same, so 2. computes the rest in one pass
             obs[t] = next_obs
             actions[t] = act(torch.as_tensor(obs[t], device=device)).cpu().numpy()
             next_obs, rewards[t], terminated, truncated, info = envs.step(actions[t])
             dones[t] = terminated | truncated
-            run.count_steps(args.num_envs, info)  # steps of all processes
-            if args.bootstrap_truncated and (cut := truncated & ~terminated).any():  # beyond the blog
+            run.count_steps(args.num_envs, info)  # of all processes; notes the episodes that ended
+            if args.bootstrap_truncated and (cut := truncated & ~terminated).any():  # not in the paper
                 _, value = agent(torch.as_tensor(np.stack(info["final_obs"][cut]), device=device))
                 rewards[t, cut] += args.gamma * value.detach().cpu().numpy()
 
@@ -278,9 +284,9 @@ def train(args: Args) -> Path:
 
         # 4. log
         metrics["clipfrac"] = torch.stack(clipfracs).mean()  # the others are those of the last minibatch
-        explained = 1 - batch["advantages"].var() / batch["returns"].var()
+        explained = 1 - batch["advantages"].var() / batch["returns"].var()  # advantages: returns - values
         scalars = {"losses/explained_variance": explained, "charts/learning_rate": lr}
-        # if a metric is not finite, the arrays tell what else is not
+        # logs metrics as losses/...; one that is not finite ends the run, which names such arrays, too
         run.log(metrics, scalars, observations=obs, rewards=rewards, values=values)
     envs.close()
     return run.folder
@@ -289,17 +295,21 @@ def train(args: Args) -> Path:
 # === Evaluation ==============================================================================
 
 
+def load_agent(args: Args) -> tuple[gym.vector.VectorEnv, Agent]:
+    """One environment and the agent of the run args.evaluate, for evaluate() and for notebooks."""
+    envs = make_env(args, 1, Path(args.evaluate) / "videos" if args.capture_video else None)
+    agent = Agent(envs).to(args.device)
+    load_checkpoint(args.evaluate, dict(agent=agent))
+    return envs, agent
+
+
 @torch.no_grad()
 def evaluate(args: Args) -> list[float]:
-    """Returns of full episodes of a run's agent, which samples as in training. args: the run's, and flags."""
+    """Returns of full episodes of a run's agent, which samples as in training. args: those of the run."""
     seed_all(args.seed)
-    envs = make_env(args, 1, Path(args.evaluate) / "videos" if args.capture_video else None)
-    agent, returns = Agent(envs).to(args.device), []
-    load_checkpoint(args.evaluate, dict(agent=agent))
-    heartbeat("evaluation")
-    obs, _ = envs.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # above training's seeds
-    while len(returns) < args.eval_episodes:
-        heartbeat("evaluation")
+    (envs, agent), returns = load_agent(args), []
+    obs, _ = envs.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # training's are below
+    for _ in evaluation_steps(args, returns):  # until there are enough returns
         dist = agent.policy(torch.as_tensor(obs, device=args.device))
         obs, _, _, _, info = envs.step(dist.sample().cpu().numpy())
         returns += [episode["charts/episodic_return"] for episode in ended_episodes(info)]
@@ -313,16 +323,17 @@ import argparse
 import atexit
 import faulthandler
 import random
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
-from pickle import UnpicklingError
 from typing import NoReturn
-from zipfile import BadZipFile, ZipFile
+from zipfile import ZipFile
 
 import tyro
 from filelock import FileLock
@@ -331,6 +342,7 @@ from tqdm import tqdm
 
 SCRIPT = Path(__file__).stem
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # rank on this machine; each has a GPU
+FIXED = ("env_id", "env_kwargs", "seed", "num_envs", "num_steps")  # what --resume cannot change
 HEARTBEATS: dict[str, float] = {}  # when each loop last went on
 
 
@@ -349,7 +361,7 @@ class Run:
         name = f"{args.env_id[:99]}__{SCRIPT}__{args.seed}__{time.time_ns()}"  # 255 bytes at most
         name = name.replace("/", "-").replace(":", "-").replace(",", "+")  # W&B refuses these three
         self.args, self.parts, self.shown, self.log_every = args, parts, shown, log_every
-        self.folder = Path(args.resume or f"runs/{name}")
+        self.folder = Path(args.resume or f"runs/{name}").absolute()  # an environment may change the folder
         self.numbers = dict(iteration=0, last_returns=[]) | (numbers or {})
         if RANK == 0:
             self.lock = lock(self.folder)
@@ -358,16 +370,23 @@ class Run:
             self.numbers = {name: state[name] for name in self.numbers}
             if over_processes("MAX", self.numbers["iteration"]) != self.numbers["iteration"]:
                 fail(f"{args.resume}: the processes of torchrun read different checkpoints")
+            self.tell_of_end(state["args"].total_timesteps)
         self.step = self.numbers["iteration"] * args.batch_size
         self.seed = args.seed + self.step + RANK * args.num_envs // WORLD_SIZE  # of the next episodes
-        self.episodes, self.timed_from = [], None
+        self.episodes, self.timed_from, self.saved_at = [], None, time.monotonic()
         if RANK == 0:
             self.writer = start_logging(args, self.folder, self.step)
-            style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
-            total = args.num_iterations * args.batch_size
-            self.bar = tqdm(total=total, initial=self.step, unit="step", unit_scale=True, **style)
+            self.bar = progress_bar(total=args.num_iterations * args.batch_size, initial=self.step)
         over_processes("MAX", 0)  # all wait while Weights & Biases asks the first for a login
         heartbeat("iteration")
+
+    def tell_of_end(self, before: int):
+        """Says that a resumed run is at its end, or has another end than before (steps)."""
+        after = self.args.total_timesteps
+        if RANK == 0 and self.numbers["iteration"] >= self.args.num_iterations:
+            print("the run is at its end; with a larger --total-timesteps it goes on", file=sys.stderr)
+        elif RANK == 0 and before != after:
+            print(f"schedules, as of learning rates, now end at step {after}, not {before}", file=sys.stderr)
 
     def iterations(self) -> Iterator[int]:
         """Counts the iterations that are left. Saves after some of them, the last one, and a signal's."""
@@ -378,10 +397,11 @@ class Run:
             seed_all(hash((self.args.seed, done - 1, RANK)))
             self.done, self.was_logged = done, False
             yield done - 1
-            # A signal that came after the log waits for the next iteration, so that what is saved is logged.
+            # A signal that came after log() waits for the next iteration, so that what is saved is logged.
             signum = int(over_processes("MAX", Run.stop_signal if self.was_logged else 0))
-            if signum or done % self.args.save_every == 0 or done == end:
-                self.numbers["iteration"] = done
+            is_due = time.monotonic() - self.saved_at > 600  # seconds
+            if signum or is_due or done % self.args.save_every == 0 or done == end:
+                self.numbers["iteration"], self.saved_at = done, time.monotonic()
                 if RANK == 0:
                     self.writer.flush()
                     save_checkpoint(self.folder, self.args, self.parts, self.numbers)
@@ -440,6 +460,22 @@ class Run:
             sys.exit(f"{message}; last good checkpoint: {good}" if RANK == 0 else 1)
 
 
+def progress_bar(**kwargs) -> tqdm:
+    """Counts environment steps on a terminal, and prints a line every ten seconds elsewhere."""
+    style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
+    return tqdm(unit="step", unit_scale=True, **style, **kwargs)
+
+
+def evaluation_steps(args: Args, returns: list[float]) -> Iterator[int]:
+    """Counts the steps of an evaluation until there are enough returns, or a signal asks for its end."""
+    with progress_bar() as bar:
+        while len(returns) < args.eval_episodes and not Run.stop_signal:
+            heartbeat("evaluation")
+            yield bar.n
+            bar.set_postfix_str(f"{len(returns)} of {args.eval_episodes} episodes", refresh=False)
+            bar.update()
+
+
 def ended_episodes(info: dict) -> list[dict[str, float]]:
     """Return, length and the numbers of its last info, of each episode that ended in a step."""
     if "final_info" not in info:
@@ -460,7 +496,7 @@ def start_process(args: Args):
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
-        # An optimizer may import this later; it would then keep the process group alive, and abort the exit.
+        # Imported while a process group exists, it would hold on to the group, and the exit would abort.
         from torch import _dynamo  # noqa: F401
 
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
@@ -492,7 +528,7 @@ def flatten(parameters: Iterable[nn.Parameter]) -> nn.Parameter:
     flat = nn.Parameter(torch.cat([x.data.flatten() for x in parameters]))
     flat.grad, sizes = torch.zeros_like(flat), [x.numel() for x in parameters]
     for x, part, grad in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
-        part = part.as_strided(x.shape, x.stride()).copy_(x.data)  # channels may be last in memory
+        part = part.as_strided(x.shape, x.stride()).copy_(x.data)  # keeps an order such as channels last
         x.data, x.grad = part, grad.as_strided(x.shape, x.stride())
     return flat
 
@@ -536,7 +572,7 @@ def start_logging(args: Args, run_dir: Path, first_step: int) -> SummaryWriter:
     writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
     atexit.register(writer.close)  # writes the last logs after an exception, too
     writer.add_text("args", "\n".join(f"    {name}: {x}" for name, x in asdict(args).items()))
-    print(run_dir)
+    print(os.path.relpath(run_dir))
     return writer
 
 
@@ -561,7 +597,7 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Iterable[s
         for name, part in (parts or {}).items():
             part.load_state_dict(state[name])
         return state | dict(args=Args(**state["args"])) | {name: state[name] for name in numbers}
-    except (OSError, BadZipFile, RuntimeError, LookupError, TypeError, ValueError, UnpicklingError) as error:
+    except Exception as error:  # what a damaged file raises has many types
         fail(f"{path} cannot be loaded with these flags and this {SCRIPT}.py: {error!r:.150}")
 
 
@@ -575,7 +611,7 @@ def watch_heartbeats(seconds: int):
     if RANK == 0:
         print(f"--stall-seconds {seconds}: a longer iteration ends the run", file=sys.stderr)
     while True:
-        # may crash beside threads that run, so it is only for C code that keeps Python's lock
+        # for C code that keeps Python's lock, so that this loop stands still; it may crash other threads
         faulthandler.dump_traceback_later(seconds + 1, exit=True, file=2)
         time.sleep(0.5)
         if any(time.monotonic() - then > seconds for then in HEARTBEATS.copy().values()):
@@ -588,9 +624,10 @@ def watch_heartbeats(seconds: int):
 
 def stop_after_iteration(signum: int, _):
     """Handles a signal: the first ends the run after its iteration, and a second Ctrl-C at once."""
-    print("stopping after this iteration", file=sys.stderr)
     Run.stop_signal = signum
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # SIGTERM comes twice where torchrun passes it on, too
+    with suppress(OSError):  # a terminal may have gone
+        os.write(2, b"stopping after this iteration\n")
 
 
 def check(args: Args):
@@ -606,6 +643,8 @@ def check(args: Args):
         "give --resume or --evaluate, not both": not (args.resume and args.evaluate),
         "--capture-video records the episodes of --evaluate": args.evaluate or not args.capture_video,
         "max_grad_norm must be above 0": args.max_grad_norm > 0,
+        "env_id may have one colon, after a module": re.fullmatch(r"([^:]+:)?[^:]*", args.env_id),
+        "env_kwargs must be a JSON object": is_json_object(args.env_kwargs),
         "stall_seconds must be below 2**22": args.stall_seconds < 2**22,  # 48 days: Windows' limit
         "seed + steps must be below 2**31": args.seed + args.total_timesteps + args.num_envs < 2**31,
         "gamma and gae_lambda must be at most 1": max(args.gamma, args.gae_lambda) <= 1,
@@ -619,9 +658,19 @@ def check(args: Args):
             raise ValueError(rule)
 
 
+def is_json_object(text: str) -> bool:
+    with suppress(ValueError):
+        return isinstance(json.loads(text), dict)
+    return False
+
+
 def fail_to_make(env_id: str, error: Exception) -> NoReturn:
+    """Reports an environment that there is not, or not with these arguments."""
+    if isinstance(error, TypeError) and "unexpected keyword argument" not in str(error):
+        raise error  # the environment's own mistake
     is_atari = env_id.startswith("ALE/") or "NoFrameskip" in env_id
-    fail(f"--env-id {env_id}: {error}{' (for Atari games: ppo_atari.py)' if is_atari else ''}")
+    hint = " (for Atari games: ppo_atari.py)" if is_atari and "ale_py" not in globals() else ""
+    fail(f"--env-id {env_id}: {error}{hint}")
 
 
 def check_spaces(env_id: str, envs: gym.vector.VectorEnv):
@@ -630,7 +679,8 @@ def check_spaces(env_id: str, envs: gym.vector.VectorEnv):
     if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
         fail(f"{env_id} acts in {action_space}: try ppo_continuous.py, or Discrete actions from 0")
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
-        fail(f"{env_id} observes {obs_space}: ppo_atari.py takes Atari games, this script vectors")
+        hint = "gym.wrappers.FlattenObservation in make_env() makes vectors, ngu_r2d2.py plays MiniGrid"
+        fail(f"{env_id} observes {obs_space}: {hint}, and ppo_atari.py Atari games")
 
 
 def fail(message: str) -> NoReturn:
@@ -639,17 +689,16 @@ def fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def parse_args(fixed: Sequence[str] = ("env_id", "seed", "num_envs", "num_steps")) -> Args:
-    """The command line. A run that is resumed or evaluated brings its own arguments as defaults.
-
-    fixed: what --resume cannot change.
-    """
+def parse_args(argv: Sequence[str] | None = None) -> Args:
+    """The command line, or argv. A run that is resumed or evaluated brings its own arguments as defaults."""
+    words = sys.argv[1:] if argv is None else argv
+    argv = [word.removesuffix(f"{os.sep}checkpoint.pt") for word in words]  # a run may be named by that file
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", "--evaluate", dest="run_dir")
-    run_dir = parser.parse_known_args()[0].run_dir
+    run_dir = parser.parse_known_args(argv)[0].run_dir
     saved = tyro.MISSING_NONPROP if run_dir is None else load_checkpoint(run_dir)["args"]
-    args = tyro.cli(Args, default=saved)
-    for name in fixed:
+    args = tyro.cli(Args, args=argv, default=saved)
+    for name in FIXED:
         if args.resume and getattr(args, name) != getattr(saved, name):
             fail(f"--resume cannot change {name} from {getattr(saved, name)} to {getattr(args, name)}")
     if args.device == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
@@ -662,17 +711,27 @@ def parse_args(fixed: Sequence[str] = ("env_id", "seed", "num_envs", "num_steps"
 
 def main():
     """Trains, or evaluates a run, as the command line says."""
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # a process may have been started without
+    faulthandler.enable(2)  # a simulator that crashes shows where
+    sys.path.append(os.getcwd())  # --env-id finds modules there, too
     args = parse_args()
     if args.stall_seconds:
         threading.Thread(target=watch_heartbeats, args=[args.stall_seconds], daemon=True).start()
-    if args.evaluate:
-        returns = evaluate(args)
-        print(f"return {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes")
-        return
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signals.append(signal.SIGHUP)  # a terminal or a connection has gone, and nohup was not asked for
+    for signum in signals:
         signal.signal(signum, stop_after_iteration)
     try:
-        train(args)
+        if args.evaluate:
+            heartbeat("evaluation")
+            returns = evaluate(args)
+            mean, std = (np.mean(returns), np.std(returns)) if returns else (np.nan, np.nan)
+            print(f"return {mean:.2f} +- {std:.2f} over {len(returns)} episodes")
+            if Run.stop_signal:
+                sys.exit(128 + Run.stop_signal)
+        else:
+            train(args)
     finally:
         HEARTBEATS.clear()  # what is still to be written or sent may take its time
 
