@@ -1,7 +1,8 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["ale-py>=0.12", "filelock>=3.13", "gymnasium[classic-control]>=1.4", "numpy", "tensorboard",
-#     "torch>=2.6", "tqdm", "tyro>=1"]
+# dependencies = ["ale-py>=0.12", "filelock>=3.15", "gymnasium[classic-control]>=1.1", "numpy",
+#     "tensorboard>=2.18", "torch>=2.6", "tqdm>=4.64", "tyro>=1"
+# ]
 # ///
 # ruff: noqa: E402  (the second half of the file has its own imports)
 """IMPALA: actors that run ahead of a learner, and V-trace for the lag between them. Atari, images, vectors.

@@ -1,7 +1,8 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["filelock>=3.13", "gymnasium[mujoco]>=1.4", "numpy", "tensorboard", "tensordict",
-#     "torch>=2.6", "tqdm", "tyro>=1"]
+# dependencies = ["filelock>=3.15", "gymnasium[mujoco]>=1.1", "numpy", "tensorboard>=2.18",
+#     "tensordict>=0.8.3", "torch>=2.6", "tqdm>=4.64", "tyro>=1"
+# ]
 # ///
 # ruff: noqa: E402  (the second half of the file has its own imports)
 """PPO for continuous actions: ppo.py and the 9 details of openai/baselines for robotics tasks.

@@ -1,7 +1,8 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["filelock>=3.13", "gymnasium[classic-control]>=1.4", "numpy", "tensorboard", "tensordict",
-#     "torch>=2.6", "tqdm", "tyro>=1"]
+# dependencies = ["filelock>=3.15", "gymnasium[classic-control]>=1.1", "numpy", "tensorboard>=2.18",
+#     "tensordict>=0.8.3", "torch>=2.6", "tqdm>=4.64", "tyro>=1"
+# ]
 # ///
 # ruff: noqa: E402  (the second half of the file has its own imports)
 """ppo.py with one network for policy and value (detail 13); see  diff ppo.py ppo_shared.py

@@ -2,6 +2,7 @@
 
     python benchmark/report.py runs/*                               # report.html, which needs no network
     python benchmark/report.py runs/* --band ci --figures paper     # and SVG, PDF and CSV of every curve
+    python benchmark/report.py benchmark/results/classic            # what run.py has finished: its CSVs
     python benchmark/report.py --wandb --project ppo --entity ME    # the same of runs logged with --track
 
 Reads the folders of these scripts, of their copies and of CleanRL. Runs are grouped by environment, script
@@ -19,6 +20,7 @@ import re
 import signal
 import sys
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
@@ -36,6 +38,8 @@ from benchmark import figures  # noqa: E402
 from benchmark.cli import fail, write_file  # noqa: E402
 from benchmark.compare import number  # noqa: E402
 from benchmark.export import replaceable  # noqa: E402
+from benchmark.run import read_table  # noqa: E402
+from benchmark.suites import Row  # noqa: E402
 
 matplotlib.rcParams["pdf.fonttype"] = 42  # TrueType: journals refuse matplotlib's Type 3 fonts
 
@@ -58,7 +62,8 @@ BANDS = {  # what a curve and its band are
 
 @dataclass
 class Args:
-    folders: tyro.conf.Positional[tuple[Path, ...]] = ()  # run folders, or folders of run folders
+    # run folders, folders of run folders, or results of run.py
+    folders: tyro.conf.Positional[tuple[Path, ...]] = ()
     out: Path = Path("report.html")  # the page
     metric: str = "charts/episodic_return"  # what to compare
     band: Literal["std", "ci", "iqm"] = (
@@ -141,6 +146,28 @@ def by_number(text: str) -> list[str | float]:
     """A key that sorts 2 before 10, and 1e-05 before 0.001."""
     parts = re.split(r"((?:(?<==)-)?\d+(?:\.\d+)?(?:e[-+]?\d+)?)", text)  # every second one is a number
     return [float(part) if k % 2 else part for k, part in enumerate(parts)]
+
+
+def result_files(folder: Path) -> list[Path]:
+    """The CSVs of run.py in folder or below, a run each: it removes the folder of a run that is done."""
+    tables = sorted(folder.rglob("runs.csv"))
+    return [table.with_name(f"{name}.csv") for table in tables for name in read_table(table)]
+
+
+def read_result(path: Path) -> Run:
+    """The run of a CSV of run.py, with what runs.csv says of it; ValueError says why there is none."""
+    row = read_table(path.with_name("runs.csv"))[path.stem]
+    if path.read_text(encoding="utf-8").count("\n") < 2:
+        raise ValueError("no episode")
+    episodes = np.loadtxt(path, delimiter=",", skiprows=1, usecols=range(4), ndmin=2)
+    episodes[:, 1] /= 60  # seconds; the others are step, return and length
+    scalars = {"charts/episodic_return": episodes[:, :3], "charts/episodic_length": episodes[:, [0, 1, 3]]}
+    options = Row(row["script"], row["env_id"], 0).options(row["command"].split(maxsplit=2)[2])
+    flags = {"format": "run.py"} | {name.replace("-", "_"): x or "True" for name, x in options.items()}
+    env_id = row["env_id"].replace("/", "-").replace(":", "-")
+    started = datetime.fromisoformat(row["started"].split(" | ")[0]).timestamp()
+    end = (int(row["steps"]), episodes[-1, 1])
+    return Run(path, env_id, row["script"], row["seed"], flags, scalars, end, started)
 
 
 def differing(variants: list[dict[str, str]]) -> list[str]:
@@ -413,11 +440,12 @@ def read_all(folders: tuple[Path, ...], metric: str) -> tuple[dict[str, dict[str
     """Groups of runs, and notes on what is not shown of the folders."""
     runs, notes = {}, []
     for folder in folders:
-        found = event_folders(folder)
+        csvs = result_files(folder)
+        found = csvs or event_folders(folder)
         notes += [] if found else [f"{folder}: no TensorBoard events"]
         for path in found:
             try:
-                runs[path] = read(path)
+                runs[path] = read_result(path) if csvs else read(path)
             except (OSError, ValueError) as error:
                 notes.append(f"{path.name}: {error}")
     if not runs:

@@ -3,6 +3,7 @@
     python benchmark/run.py classic --workers 2
     python benchmark/run.py classic --scripts ppo --env-ids CartPole-v1 --seeds 1,5 --results mine
     python benchmark/run.py atari --env-ids PongNoFrameskip-v4 --stop-at 1000000
+    python benchmark/run.py classic --scripts ppo --grid learning-rate=1e-4,1e-3 gamma=0.98,0.99 --seeds 1..3
 
 Stop it when you like, even with kill -9: the same command goes on, each run from its last checkpoint, and
 nothing is run twice. Without --seeds, each row of suites.py is run as often as it says. RESULTS/SUITE/ gets a
@@ -16,6 +17,8 @@ says so; it ends with a message where an unfinished folder was. --anew throws ei
 
 --stop-at ends runs early on their full schedule, so that they stay comparable with the beginning of a
 published curve; a higher one continues them. --total-timesteps changes the schedule itself.
+
+--grid runs every combination of the values of some flags, each with every seed. report.py shows them.
 """
 
 import csv
@@ -33,7 +36,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -68,6 +71,7 @@ class Args:
     scripts: tuple[str, ...] = ()  # only these
     env_ids: tuple[str, ...] = ()  # only these
     flags: str = ""  # more flags for the scripts; they change the names of the results
+    grid: tuple[str, ...] = ()  # values of flags, such as learning-rate=1e-4,1e-3; all combinations are run
     total_timesteps: int | None = None  # instead of the suite's, annealing included
     stop_at: int | None = None  # environment step at which to stop a run, on the full schedule
     anew: bool = False  # throw away what other commands or other files made under the same name
@@ -367,13 +371,24 @@ def seed_list(text: str) -> list[int]:
     return seeds
 
 
-def check_flags(flags: str, *taken: str):
-    """taken: names of flags that the tool has itself, besides those of all tools."""
+def check_flags(flags: str, *taken: str, option: str = "--flags"):
+    """taken: names of flags that the tool has itself, besides those of all tools; option: of the tool."""
     if flags.strip() and not flags.strip().startswith("--"):
         fail(f"--flags {flags!r}: write them as for a script, such as --flags='--learning-rate 1e-3'")
     names = {word[2:].partition("=")[0].replace("_", "-") for word in flags.split() if word.startswith("--")}
     if wrong := sorted(names & {"env-id", "seed", "resume", "evaluate", *taken}):
-        fail(f"--flags: --{wrong[0]} is not to be given among them")
+        fail(f"{option}: --{wrong[0]} is not to be given among them")
+
+
+def combinations(grid: tuple[str, ...]) -> list[str]:
+    """Flags for the scripts: each value of each flag of the grid with each value of the others."""
+    found = [""]
+    for text in grid:
+        if not re.fullmatch(r"\w[\w-]*=[^,\s]+(,[^,\s]+)*", text):
+            fail(f"--grid {text}: write it as learning-rate=1e-4,1e-3")
+        name, _, values = text.partition("=")
+        found = [f"{flags} --{name} {value}" for flags in found for value in values.split(",")]
+    return found
 
 
 def planned(args: Args) -> list[tuple[Row, int]]:
@@ -390,9 +405,12 @@ def planned(args: Args) -> list[tuple[Row, int]]:
     for name in ("workers", "threads", "total_timesteps", "stop_at"):
         if (x := getattr(args, name)) is not None and x < 1:
             fail(f"{name} cannot be {x}")
+    grid = combinations(args.grid)
     check_flags(args.flags, "total-timesteps")  # which is run.py's own
+    check_flags(grid[0], "total-timesteps", option="--grid")  # all have the same names
     rows = [row for row in SUITES[args.suite] if not args.scripts or row.script in args.scripts]
     rows = [row for row in rows if not args.env_ids or row.env_id in args.env_ids]
+    rows = [replace(row, flags=row.flags + flags) for row in rows for flags in grid]
     seeds = seed_list(args.seeds) if args.seeds else range(1, 1 + max(row.seeds for row in rows))
     plan = [(row, seed) for seed in seeds for row in rows if args.seeds or seed <= row.seeds]
     if not plan:
@@ -404,6 +422,8 @@ def possible(runs: list[Run]) -> list[Run]:
     """Those that may be run: without --anew, not those that are recorded of other builds."""
     if too_long := [run.name for run in runs if len(run.name) > 240]:
         fail(f"{too_long[0]} is too long for the name of a file: give fewer flags")
+    if len(names := {run.name for run in runs}) < len(runs):
+        fail(f"{len(names)} of {len(runs)} runs differ: a seed, or a flag of --grid, is given twice")
     of_others = {run.name: text for run in runs if not run.args.anew and (text := run.row_of_another())}
     if of_others:
         share = f"{len(of_others)} of {len(runs)} runs are such and stay; --anew makes them again"

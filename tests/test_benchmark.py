@@ -25,7 +25,7 @@ from scipy import stats
 import benchmark.studies.maze  # noqa: F401  registers it
 import ngu_r2d2
 from benchmark import compare, figures, same
-from benchmark.run import COLUMNS, Args, Run, end_last_part
+from benchmark.run import COLUMNS, Args, Run, end_last_part, planned
 from benchmark.studies import exploration
 from benchmark.suites import RENAMED, SUITES, Row, Target
 
@@ -108,6 +108,19 @@ def test_other_flags_are_another_run():
     longer = rows(csv_of("total-timesteps=8192"))
     assert [e["return"] for e in first] != [e["return"] for e in flat]
     assert int(longer[-1]["step"]) > 4096 and [row["parts"] for row in rows()] == ["1"] * 3
+
+
+def test_a_grid_is_all_combinations_of_its_values_with_every_seed():
+    args = Args("classic", "1,2", scripts=("ppo",), env_ids=("CartPole-v1",), flags="--num-envs 8")
+    args.grid = ("learning-rate=1e-4,1e-3", "gamma=0.9,0.99,1")
+    runs = [Run(args, row, seed) for row, seed in planned(args)]
+    assert [run.name for run in runs] == [
+        f"CartPole-v1__ppo__learning-rate={learning_rate}__gamma={gamma}__num-envs=8__{seed}"
+        for seed in (1, 2)
+        for learning_rate in ("1e-4", "1e-3")
+        for gamma in ("0.9", "0.99", "1")
+    ]
+    assert " --learning-rate 1e-4 --gamma 0.99 --num-envs 8 --total" in runs[1].identity["command"]
 
 
 def test_a_run_without_an_episode():
@@ -337,6 +350,11 @@ def test_stop_at_ends_a_run_early_on_its_full_schedule_and_a_higher_one_continue
         (["--flags=--seed 7"], "--flags: --seed is not to be given among them"),
         (["--flags=--env_id=Acrobot-v1"], "--flags: --env-id is not to be given among them"),
         (["--flags=--total-timesteps 9999"], "--flags: --total-timesteps is not to be given among them"),
+        (["--grid", "learning-rate"], "--grid learning-rate: write it as learning-rate=1e-4,1e-3"),
+        (["--grid", "gamma=0.9", "learning-rate=1e-4,"], "--grid learning-rate=1e-4,: write it as"),
+        (["--grid", "seed=1,2"], "--grid: --seed is not to be given among them"),
+        (["--seeds", "1", "--grid", "gamma=0.9,0.9"], "1 of 2 runs differ: a seed, or a flag of --grid"),
+        (["--seeds", "1", "--grid", "gamma=0.9,0.8", "--flags=--gamma 1"], "1 of 2 runs differ"),
         (["--flags=" + " ".join(f"--flag-{k} {k}" for k in range(30))], "CartPole-v1__ppo__flag-0=0"),
     ],
 )

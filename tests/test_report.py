@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -15,17 +16,19 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tyro
 from conftest import scalars
 from matplotlib.image import imread
 from scipy import stats
 from torch.utils.tensorboard import SummaryWriter
 
 import ppo
-from benchmark import report
+from benchmark import report, run
 from benchmark.cli import read_csv
 from benchmark.export import export
 
-SCRIPT = Path(__file__).parent.parent / "benchmark/report.py"
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "benchmark/report.py"
 RETURN = "charts/episodic_return"
 
 
@@ -233,6 +236,60 @@ def test_figures(runs, monkeypatch, capsys, band):
         spread = f"± {report.number(finals.std(ddof=1))}" if band == "std" else f"[{low}, {high}]"
         assert row[0] == label and row[3] == f"{mean} {spread}"
     assert html.escape(report.BANDS[band]) in page
+
+
+def commands(page):
+    """Of docs/, in order, as lists of words."""
+    blocks = re.findall(r"(?ms)^```bash\n(.*?)^```", (ROOT / "docs" / page).read_text(encoding="utf-8"))
+    return [shlex.split(line) for line in "".join(blocks).replace("\\\n", " ").splitlines()]
+
+
+def test_a_sweep_and_its_figures_as_documented(monkeypatch):
+    """docs/figures.md: what run.py runs of it, and the report on its results; only runs are shorter."""
+    (_, tool, *flags), (_, reporter, *asked), *_ = commands("figures.md")
+    assert (tool, reporter) == ("benchmark/run.py", "benchmark/report.py")
+    args = tyro.cli(run.Args, args=flags)
+    names = {run.Run(args, row, seed).name for row, seed in run.planned(args)}
+    rates, steps = ("2.5e-4", "1e-3"), f"total-timesteps={args.total_timesteps}"
+    assert names == {
+        f"CartPole-v1__ppo__learning-rate={rate}__{steps}__{seed}" for rate in rates for seed in (1, 2, 3)
+    }
+    given = [*flags, "--total-timesteps", "4096"]
+    subprocess.run([sys.executable, ROOT / tool, *given], check=True, capture_output=True)
+    page = report_on(monkeypatch, *asked)
+    labels = [f"ppo: learning_rate={rate}" for rate in rates]
+    assert [row[:3] for row in tables(page)[0][1:]] == [[label, "1, 2, 3", "4,096"] for label in labels]
+    folder = Path(asked[asked.index("--figures") + 1])
+    assert len(list(folder.iterdir())) == 5
+    curves = {(row["metric"], row["label"], row["runs"]) for row in read_csv(folder / "CartPole-v1.csv")}
+    metrics = (RETURN, "charts/episodic_length")
+    assert curves == {(metric, label, "3") for metric in metrics for label in labels}
+
+
+def test_results_of_run_py_are_what_its_csvs_have(monkeypatch, capsys):
+    """Step, minutes and flags; a CSV that is cut gets a line."""
+    folder = Path("results/suite")
+    folder.mkdir(parents=True)
+    rows = [",".join(run.COLUMNS)]
+    for seed, content in (1, "100,60,5,7\n200,180,7,9\n"), (2, "100,60,5\n"), (3, ""), (4, None):
+        name = f"Task-v0__ppo__sync__{seed}"
+        command = f"python ppo.py --env-id my:Task-v0 --seed {seed} --sync --learning-rate 1e-3"
+        started = '"2026-11-24T05:00:00+00:00 | 2026-11-24T06:00:00+00:00"'
+        rows.append(f"{name},ppo,my:Task-v0,{seed},250,250,200,2,{started},,,,1,,{command},")
+        if content is not None:
+            folder.joinpath(f"{name}.csv").write_text(f"step,seconds,return,length\n{content}")
+    folder.joinpath("runs.csv").write_text("\n".join(rows) + "\n")
+    first = report.read_result(folder / "Task-v0__ppo__sync__1.csv")
+    assert first.scalars[RETURN].tolist() == [[100, 1, 5], [200, 3, 7]]
+    assert first.scalars["charts/episodic_length"].tolist() == [[100, 1, 7], [200, 3, 9]]
+    assert (first.env_id, first.script, first.seed, first.end) == ("my-Task-v0", "ppo", "1", (250, 3))
+    assert first.flags == dict(
+        format="run.py", env_id="my:Task-v0", seed="1", sync="True", learning_rate="1e-3"
+    )
+    page, said = report_on(monkeypatch, "results"), capsys.readouterr().err
+    assert tables(page)[0][1] == ["ppo", "1", "250", "6.00", "", "0.05"]
+    for note in ("2.csv: .*columns", "3.csv: no episode", "4.csv: .*not found"):
+        assert re.search(f"report.py: Task-v0__ppo__sync__{note}", said), said
 
 
 def test_figures_of_seeds_that_have_no_step_in_common(monkeypatch):
