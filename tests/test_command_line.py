@@ -325,7 +325,7 @@ gym.register("Crashing-v0", Crashing)
 
 def test_a_simulator_that_crashes_shows_where():
     """Its module lies in the working folder, not beside the script."""
-    Path("crashes.py").write_text(CRASHES)
+    Path("crashes.py").write_text(CRASHES, encoding="utf-8")
     flags = [sys.executable, ROOT / "ppo.py", "--env-id", "crashes:Crashing-v0"]
     done = subprocess.run(flags, capture_output=True, text=True, timeout=300)
     assert done.returncode == -signal.SIGSEGV

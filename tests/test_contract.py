@@ -294,7 +294,7 @@ def test_a_run_folder_that_cannot_be_locked(script, monkeypatch, capsys):
 
 
 def test_no_room_for_the_run(monkeypatch, capsys):
-    Path("runs").write_text("a file, not a folder")
+    Path("runs").write_text("a file, not a folder", encoding="utf-8")
     assert_one_line_error(cli(ppo, monkeypatch=monkeypatch), capsys, "runs/CartPole-v1")
     assert os.listdir() == ["runs"]
 
@@ -831,7 +831,7 @@ def test_track_without_wandb(script, monkeypatch, capsys):
 
 
 def test_copy_in_an_empty_folder_runs(script):
-    Path("copied.py").write_text(with_fields_of_ones_own(script))
+    Path("copied.py").write_text(with_fields_of_ones_own(script), encoding="utf-8")
     batch = "--batch-segments" if script in (impala_vtrace, ppo_async) else "--num-minibatches"
     batch = "--batch-sequences" if script is ngu_r2d2 else batch
     flags = ["--num-envs", "2", "--num-steps", "16", "--total-timesteps", "64", batch, "2", "--coef", "-2"]
@@ -942,7 +942,7 @@ OWN_FIELDS = "    warmup: int = 0\n    coef: float = -0.1\n    rate: float = flo
 
 def with_fields_of_ones_own(script):
     """Source of a script with three more arguments, all of them values that a count or a rate cannot be."""
-    source, field = (ROOT / f"{script.SCRIPT}.py").read_text(), "    seed: int = 1"
+    source, field = (ROOT / f"{script.SCRIPT}.py").read_text(encoding="utf-8"), "    seed: int = 1"
     assert source.count(field) == 1
     return source.replace(field, OWN_FIELDS + field)
 
@@ -950,7 +950,7 @@ def with_fields_of_ones_own(script):
 @pytest.mark.parametrize("name", SCRIPTS | OTHERS)
 def test_only_fields_of_the_script_are_checked(name, monkeypatch, capsys):
     script = (SCRIPTS | OTHERS)[name]
-    Path("copied.py").write_text(with_fields_of_ones_own(script))
+    Path("copied.py").write_text(with_fields_of_ones_own(script), encoding="utf-8")
     copied = runpy.run_path("copied.py")
     args = copied["Args"]()
     assert (args.warmup, args.coef) == (0, -0.1) and np.isnan(args.rate)

@@ -177,7 +177,7 @@ def distribution(name, args, task, weights, curiosity, stream):
 
 
 def test_docs_name_the_exploration():
-    text = (ROOT / "docs/ngu.md").read_text()
+    text = (ROOT / "docs/ngu.md").read_text(encoding="utf-8")
     assert f"`--eval-epsilon` ({ngu_r2d2.Args().eval_epsilon})" in text
 
 

@@ -94,7 +94,7 @@ def start(script, *flags, sabotage=int, number=0):
 def end(process, number=0):
     """Exit code, stdout and stderr of a run that ends in time."""
     process.join(600)
-    out, err = (Path(f"{stream}{number}").read_text() for stream in ("out", "err"))
+    out, err = (Path(f"{stream}{number}").read_text(encoding="utf-8") for stream in ("out", "err"))
     if process.exitcode is None:
         os.killpg(process.pid, signal.SIGKILL)
         pytest.fail(f"hangs: {out}{err}")
@@ -238,7 +238,7 @@ FAULTS["disk-full-for-the-log"] = partial(disk_full, "events*", 3)
 
 @fault
 def no_room_for_the_run(script):
-    Path("runs").write_text("a file, not a folder")
+    Path("runs").write_text("a file, not a folder", encoding="utf-8")
     assert_one_line(run(script, *flags(script)), "runs/")
 
 

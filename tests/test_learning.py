@@ -47,7 +47,7 @@ def test_task_is_learned(task, script):
 
 @MEASURES
 def test_bounds_are_four_standard_errors_from_what_twenty_seeds_reach(task, script):
-    with open(learning.CSV) as file:
+    with open(learning.CSV, encoding="utf-8") as file:
         rows = [r for r in csv.DictReader(file) if (r["task"], r["script"]) == (task.__name__, script.SCRIPT)]
     for quantity in {row["quantity"] for row in rows}:
         values = [float(row["value"]) for row in rows if row["quantity"] == quantity]

@@ -101,8 +101,10 @@ def test_a_test_passes_dies_or_hangs(word, tmp_path):
 
 
 def test_equivalent_mutants_are_of_lines_that_exist():
-    with mutants.EQUIVALENT.open(newline="") as file:
+    with mutants.EQUIVALENT.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             scripts = ROOT.glob("*.py" if row["script"] == "*" else row["script"])
-            assert any(row["before"] in " ".join(path.read_text().split()) for path in scripts), row
+            assert any(
+                row["before"] in " ".join(path.read_text(encoding="utf-8").split()) for path in scripts
+            ), row
             assert row["reason"] and row["after"] != row["before"]

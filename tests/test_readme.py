@@ -24,8 +24,8 @@ import pytest
 from conftest import OTHERS, SCRIPTS
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-PAGES = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [README, *(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))]
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", "\n".join(PAGES), re.MULTILINE | re.DOTALL)
 LINES = "".join(BLOCKS).replace("\\\n", " ").splitlines()
 COMMANDS = [re.sub(r"\s+#.*", "", line) for line in LINES]
@@ -96,7 +96,7 @@ def typed(command, clone, **environment):
         process = FORKS.Process(target=run_script, args=(clone, words, environment))
         process.start()
         process.join(900)
-        texts = [(clone / f"{stream}.txt").read_text() for stream in ("out", "err")]
+        texts = [(clone / f"{stream}.txt").read_text(encoding="utf-8") for stream in ("out", "err")]
         return subprocess.CompletedProcess(command, process.exitcode, *texts)
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     return subprocess.run(
@@ -160,7 +160,11 @@ def test_lines_of_scripts_are_about_as_many_as_the_table_says():
     rows = re.findall(r"(?m)^\| `(\w+)\.py` \| (\d+) \((\d+)\) \|", README)
     assert sorted(script for script, *_ in rows) == sorted(SCRIPTS | OTHERS)
     for script, lines, algorithm in rows:
-        parts = (ROOT / f"{script}.py").read_text().split("# === From here on nothing is the algorithm's")
+        parts = (
+            (ROOT / f"{script}.py")
+            .read_text(encoding="utf-8")
+            .split("# === From here on nothing is the algorithm's")
+        )
         first, rest = (len(part.splitlines()) for part in parts)
         assert int(lines) == pytest.approx(first + rest, rel=0.05), script
         assert int(algorithm) == pytest.approx(first, rel=0.05), script
@@ -169,11 +173,13 @@ def test_lines_of_scripts_are_about_as_many_as_the_table_says():
 def test_links_lead_somewhere():
     """Of the README, of docs/ and of benchmark/: files that exist, with as many lines as a link names."""
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmark").glob("*.md")):
-        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)  # code has none
+        text = re.sub(
+            r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+        )  # code has none
         for link, line in re.findall(r"\]\(([^)#:]+)(?:#L(\d+))?\)", text):
             path = page.parent / link
             assert path.is_file(), (page.name, link)
-            assert not line or int(line) <= len(path.read_text().splitlines())
+            assert not line or int(line) <= len(path.read_text(encoding="utf-8").splitlines())
 
 
 @pytest.mark.timeout(1800)

@@ -9,15 +9,15 @@ import pytest
 from conftest import scalars
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs/your-research.md").read_text()
+PAGE = (ROOT / "docs/your-research.md").read_text(encoding="utf-8")
 PARTS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 ENVIRONMENT = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
 
 
 def trained(steps, part=None):
     """The folder of a run of ppo.py, with the diff of a part, on the page's own environment."""
-    Path("ppo.py").write_text((ROOT / "ppo.py").read_text())
-    Path("corridor.py").write_text(ENVIRONMENT)
+    Path("ppo.py").write_text((ROOT / "ppo.py").read_text(encoding="utf-8"), encoding="utf-8")
+    Path("corridor.py").write_text(ENVIRONMENT, encoding="utf-8")
     if part:
         diff = re.search(r"```diff\n(.*?)```", PARTS[part], re.DOTALL)[1]
         changed = [line for line in diff.splitlines() if re.match(r"[+-](?![+-])", line)]

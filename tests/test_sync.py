@@ -29,7 +29,7 @@ ORDER = (
     "ppo_async",
     "ngu_r2d2",
 )
-SCRIPTS = {script: (ROOT / f"{script}.py").read_text() for script in sorted(ORDER)}
+SCRIPTS = {script: (ROOT / f"{script}.py").read_text(encoding="utf-8") for script in sorted(ORDER)}
 LINE = "# === From here on nothing is the algorithm's: the run's folder, its processes, the command line ==="
 # below the line: what a script says of its own arguments and environments
 CHECKS = {"check", "check_spaces", "check_game", "check_tasks", "warn_of_lag"}
@@ -369,7 +369,7 @@ def test_stands_alone(script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_header_agrees_with_pyproject(script):
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     header = header_of(script)
     ranges = set(project["dependencies"]).union(*project["optional-dependencies"].values())
     assert set(header["dependencies"]) <= ranges
@@ -425,7 +425,7 @@ def test_details_are_tagged():
     assert tags["ppo_multidiscrete"] == set(range(1, 13)) | {28, 29, 30, 31, 37}
     auxiliary = {s: numbers("auxiliary detail", text) for s, text in SCRIPTS.items() if s.startswith("ppo")}
     assert all({1, 2, 3} <= found for found in auxiliary.values()) and 4 in auxiliary["ppo_multidiscrete"]
-    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py"))
     assert numbers("def test_detail", tests.replace("test_detail_", "test_detail ")) == set(range(1, 38))
     assert numbers("def test_auxiliary", tests.replace("auxiliary_detail_", "auxiliary ")) == {1, 2, 3, 4}
 
@@ -435,5 +435,7 @@ def test_page_of_details_is_that_of_the_tags():
     spec = importlib.util.spec_from_file_location("details", ROOT / "docs/details.py")
     details = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(details)
-    assert (ROOT / "docs/details.md").read_text() == details.page(), "run python docs/details.py"
+    assert (ROOT / "docs/details.md").read_text(encoding="utf-8") == details.page(), (
+        "run python docs/details.py"
+    )
     assert "| |" not in details.page()

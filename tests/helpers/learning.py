@@ -115,7 +115,7 @@ def record():
                 os.chdir(started)
             rows += [(task.__name__, script.SCRIPT, seed, name, f"{x:.4g}") for name, x in found.items()]
             print(*rows[-1], file=sys.stderr)
-    with open(CSV, "w", newline="") as file:
+    with open(CSV, "w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(rows)
 
 

@@ -193,7 +193,7 @@ class Tree:
         ]
         self.settings.write_text("\n    ".join(["\n".join(settings), *map(str, self.path.glob("*.py"))]))
         os.environ |= dict(PYTHONPATH=str(self.path), OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
-        self.sources = {path.name: path.read_text() for path in self.path.glob("*.py")}
+        self.sources = {path.name: path.read_text(encoding="utf-8") for path in self.path.glob("*.py")}
         self.import_packages()
 
     def import_packages(self):
@@ -201,7 +201,7 @@ class Tree:
         sources = [*self.path.glob("*.py"), *self.path.glob("tests/**/*.py")]
         local, names = {path.stem for path in sources}, set()
         for path in sources:
-            for node in ast.parse(path.read_text()).body:
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
                 names |= {x.name for x in node.names} if isinstance(node, ast.Import) else set()
                 names |= {node.module} if isinstance(node, ast.ImportFrom) and not node.level else set()
         for name in sorted(names):
@@ -230,7 +230,7 @@ class Tree:
                         self.read(record, slow)
 
     def read(self, record, slow):
-        result = json.loads(record.read_text())
+        result = json.loads(record.read_text(encoding="utf-8"))
         self.tests |= {test: x | {"slow": slow} for test, x in result["tests"].items()}
         self.imported = union(self.imported, result["imported"])
         self.failed += result["failed"]
@@ -240,7 +240,7 @@ class Tree:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else None
 
     def is_fresh(self, record):
-        files = json.loads(record.read_text())["files"].items() if record.exists() else []
+        files = json.loads(record.read_text(encoding="utf-8"))["files"].items() if record.exists() else []
         return bool(files) and all(self.digest(name) == digest for name, digest in files)
 
     def record_file(self, path, record, slow):
@@ -253,11 +253,11 @@ class Tree:
                 *(x["lines"] for x in result["tests"].values())
             )
             result["files"] = {name: self.digest(name) for name in sorted(names)}
-            record.write_text(json.dumps(result))
+            record.write_text(json.dumps(result), encoding="utf-8")
             tell("end")
 
         words = [word for word, _ in in_child(work, self.log, lambda test: 3600)]
-        assert words == ["end"], self.log.read_text()
+        assert words == ["end"], self.log.read_text(encoding="utf-8")
 
     def tests_of(self, script, mutant):
         """Tests that run a mutant's line, the quickest first; if imports do, those of its function."""
@@ -275,9 +275,9 @@ class Tree:
     def write(self, sources):
         """Writes scripts. By the time in whole seconds, Python tells whether its bytecode is old."""
         for name, source in sources.items():
-            if (self.path / name).read_text() != source:
+            if (self.path / name).read_text(encoding="utf-8") != source:
                 self.clock += 10
-                (self.path / name).write_text(source)
+                (self.path / name).write_text(source, encoding="utf-8")
                 os.utime(self.path / name, (self.clock, self.clock))
 
     def run(self, tests, script=None, mutant=None):
@@ -303,7 +303,7 @@ class Tree:
 
 
 def equivalents(script):
-    with EQUIVALENT.open(newline="") as file:
+    with EQUIVALENT.open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["script"] in (script, "*")]
     return {(row["before"], row["after"]): row["reason"] for row in rows}
 
@@ -312,11 +312,11 @@ def try_mutants(tree, script, mutants, args):
     """{key of a mutant: its row of SCRIPT.csv}; those that were not tried yet are tried."""
     path, known = args.folder / f"{script}.csv", {}
     if path.exists():
-        with path.open(newline="") as file:
+        with path.open(encoding="utf-8", newline="") as file:
             known = {(row["line"], row["before"], row["after"]): row for row in csv.DictReader(file)}
     stale = {"again"} | ({"survived"} if args.again else set())
     done = {key: row for key, row in known.items() if row["status"] not in stale}
-    with path.open("a", newline="") as file:
+    with path.open("a", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         if not file.tell():
             writer.writeheader()
@@ -342,7 +342,7 @@ def try_mutants(tree, script, mutants, args):
             status, test = tree.run(killers)
             is_checked = status == "survived"
             if not is_checked:
-                assert test in killers, tree.log.read_text()
+                assert test in killers, tree.log.read_text(encoding="utf-8")
                 print(f"{test} fails without a mutant: left out", flush=True)
                 untrusted.add(test)
                 for key in [key for key, row in done.items() if row["test"] == test]:

@@ -36,7 +36,11 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 def compiled() -> Path:
     """The library of SOURCE for this PyTorch. The first call takes half a minute."""
     torch_dir = Path(importlib.util.find_spec("torch").submodule_search_locations[0])
-    made_of = SOURCE.read_text() + (torch_dir / "version.py").read_text() + str(torch_dir)
+    made_of = (
+        SOURCE.read_text(encoding="utf-8")
+        + (torch_dir / "version.py").read_text(encoding="utf-8")
+        + str(torch_dir)
+    )
     folder = SOURCE.parent.parent.parent / ".pytest_cache"
     path = folder / f"pretend_cuda-{hashlib.sha1(made_of.encode()).hexdigest()[:12]}.so"
     folder.mkdir(exist_ok=True)
