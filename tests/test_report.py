@@ -288,7 +288,7 @@ def test_results_of_run_py_are_what_its_csvs_have(monkeypatch, capsys):
     )
     page, said = report_on(monkeypatch, "results"), capsys.readouterr().err
     assert tables(page)[0][1] == ["ppo", "1", "250", "6.00", "", "0.05"]
-    for note in ("2.csv: .*columns", "3.csv: no episode", "4.csv: .*not found"):
+    for note in ("2.csv: .*columns", "3.csv: no episode", "4.csv: .*No such file"):
         assert re.search(f"report.py: Task-v0__ppo__sync__{note}", said), said
 
 
