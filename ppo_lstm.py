@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.10"
 # dependencies = ["ale-py>=0.12", "filelock>=3.15", "gymnasium[classic-control]>=1.1", "numpy",
-#     "tensorboard>=2.18", "tensordict>=0.8.3", "torch>=2.6", "tqdm>=4.64", "tyro>=1"
+#     "tensorboard>=2.18", "tensordict>=0.8.3", "torch>=2.6", "tqdm>=4.64", "tyro>=1.0.16"
 # ]
 # ///
 # ruff: noqa: E402  (the second half of the file has its own imports)

@@ -43,7 +43,8 @@ test_contract.py::test_checkpoint test_contract.py::test_compile test_contract.p
 test_contract.py::test_evaluation test_contract.py::test_flags_change test_contract.py::test_killed
 test_contract.py::test_numbers test_contract.py::test_same_seed
 test_contract.py::test_signal test_contract.py::test_stopped test_contract.py::test_tracking
-test_contract.py::test_video test_decoupled.py test_details_continuous.py::test_detail_3
+test_contract.py::test_video test_command_line.py::test_a_terminal test_command_line.py::test_a_sim
+test_command_line.py::test_closed test_decoupled.py test_details_continuous.py::test_detail_3
 test_details_lstm.py::test_detail_3 test_details_multidiscrete.py::test_detail_3 test_devices.py
 test_evaluation.py::test_evaluation_on test_evaluation.py::test_training_on test_faults.py
 test_flags.py::test_flag[ test_gpu.py test_impala.py::test_asynchronous test_impala.py::test_atari

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import OTHERS, SCRIPTS, one_line, small_args, wait_for
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppo_atari
 import ppo_continuous
@@ -416,3 +417,30 @@ def test_copies_of_scripts_have_their_own_names():
     """What a copy prints and logs has the name of its file."""
     shutil.copy(ROOT / "ppo.py", "mine.py")
     assert runpy.run_path("mine.py")["SCRIPT"] == "mine"
+
+
+# === Logs ====================================================================================
+
+
+def test_every_tag_is_explained(script):
+    """In docs/metrics.md, where N stands for numbers."""
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    flags = dict(total_timesteps=600) if script.SCRIPT == "ngu_r2d2" else {}
+    flags |= dict(decoupled=True) if script.SCRIPT == "ppo_async" else {}
+    run_dir = script.train(small_args(script, env_id=quick(script), **flags))
+    events = EventAccumulator(str(run_dir)).Reload()
+    tags = events.Tags()["scalars"]
+    assert len(tags) > 5
+    assert not [tag for tag in tags if f"`{re.sub('[0-9]+$', 'N', tag)}`" not in page]
+
+
+def test_data_that_may_not_be_finite_are_named(script, monkeypatch):
+    """Of each iteration, observations and rewards, and values where there are such, go to Run.log()."""
+    given, log = [], script.Run.log
+    flags = dict(total_timesteps=600) if script.SCRIPT == "ngu_r2d2" else {}
+    monkeypatch.setattr(script.Run, "log", lambda run, *x, **data: given.append(data) or log(run, *x, **data))
+    script.train(small_args(script, env_id=quick(script), **flags))
+    expected = {"observations", "rewards", "values"}
+    expected -= {"values"} if script.SCRIPT in ("ngu_r2d2", "impala_vtrace") else set()
+    assert given[-1].keys() == expected
+    assert all(torch.as_tensor(x).numel() > 1 for x in given[-1].values())

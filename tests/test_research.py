@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import scalars
+import torch
+from conftest import scalars, small_args
+
+import ppo_continuous
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/your-research.md").read_text(encoding="utf-8")
@@ -52,3 +55,14 @@ def test_a_diff_applies_and_trains(part):
 
 def test_there_are_five_changes():
     assert len(PARTS) == 5 and sum("```diff" in part for part in PARTS.values()) == 4
+
+
+def test_a_notebook(monkeypatch):
+    """What the page shows runs as it is, with a run's name."""
+    run_dir = ppo_continuous.train(small_args(ppo_continuous))
+    code = re.search(r"```python\n(.*?)```", PARTS["A trained agent in a notebook"], re.DOTALL)[1]
+    names = {}
+    exec(code.replace("runs/NAME", str(run_dir)), names)
+    assert names["reward"].shape == names["value"].shape == (1,)
+    saved = ppo_continuous.load_checkpoint(run_dir)["agent"]
+    assert all(torch.equal(x, saved[name]) for name, x in names["agent"].state_dict().items())
