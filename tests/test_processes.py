@@ -584,7 +584,7 @@ def test_two_nodes_bring_back_a_rank_that_was_killed(nodes):
     steps = steps_of(run_dir)
     assert steps == list(range(384, total + 1, 384))
     assert len(list(run_dir.glob("events*"))) == 3  # one a start
-    assert list(Path("runs").iterdir()) == [run_dir]
+    assert list(Path("runs").absolute().iterdir()) == [Path(run_dir).absolute()]
 
 
 def saved_iteration(run_dir: Path, above: int = 0) -> int:
