@@ -467,12 +467,12 @@ def progress_bar(**kwargs) -> tqdm:
     return tqdm(unit="step", unit_scale=True, **style, **kwargs)
 
 
-def evaluation_steps(args: Args, returns: list[float]) -> Iterator[int]:
-    """Counts the steps of an evaluation until there are enough returns, or a signal asks for its end."""
+def evaluation_steps(args: Args, returns: list[float]) -> Iterator[None]:
+    """Goes on until there are enough returns, or a signal asks for the end; shows how far it is."""
     with progress_bar() as bar:
         while len(returns) < args.eval_episodes and not Run.stop_signal:
             heartbeat("evaluation")
-            yield bar.n
+            yield
             bar.set_postfix_str(f"{len(returns)} of {args.eval_episodes} episodes", refresh=False)
             bar.update()
 
@@ -573,7 +573,7 @@ def start_logging(args: Args, run_dir: Path, first_step: int) -> SummaryWriter:
     writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
     atexit.register(writer.close)  # writes the last logs after an exception, too
     writer.add_text("args", "\n".join(f"    {name}: {x}" for name, x in asdict(args).items()))
-    print(os.path.relpath(run_dir))
+    print(args.resume or os.path.relpath(run_dir))
     return writer
 
 
@@ -667,7 +667,7 @@ def is_json_object(text: str) -> bool:
 
 def fail_to_make(env_id: str, error: Exception) -> NoReturn:
     """Reports an environment that there is not, or not with these arguments."""
-    if isinstance(error, TypeError) and "unexpected keyword argument" not in str(error):
+    if isinstance(error, TypeError) and not re.search("unexpected keyword|multiple values", str(error)):
         raise error  # the environment's own mistake
     is_atari = env_id.startswith("ALE/") or "NoFrameskip" in env_id
     hint = " (for Atari games: ppo_atari.py)" if is_atari and "ale_py" not in globals() else ""

@@ -120,8 +120,12 @@ def test_arguments_that_an_environment_does_not_take(script, monkeypatch, capsys
     for text in ("3", "{", "[1]", "size=4"):
         assert "env_kwargs must be a JSON object" in mistake(script, "--env-kwargs", text, **flags)
     if script is not ppo_atari:
-        words = mistake(script, "--env-id", room(script), "--env-kwargs", '{"sise": 4}', **flags)
-        assert "unexpected keyword argument 'sise'" in words
+        for text, error in (
+            ('{"sise": 4}', "argument 'sise'"),
+            ('{"id": 1}', "multiple values for argument 'id'"),
+        ):
+            words = mistake(script, "--env-id", room(script), "--env-kwargs", text, **flags)
+            assert error in words
         with pytest.raises(TypeError, match="object of type 'int' has no len"):  # a mistake of its own
             command(
                 script,
@@ -354,6 +358,7 @@ def test_an_evaluation_that_is_interrupted_keeps_its_episodes(script, monkeypatc
     def stop(name):
         heartbeat(name)
         beats.append(name)
+        assert len(beats) <= 450, "it goes on"
         if len(beats) == 450:
             monkeypatch.setattr(script.Run, "stop_signal", signal.SIGINT)
 

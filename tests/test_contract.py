@@ -757,7 +757,10 @@ def test_atari_evaluation_plays_whole_games(monkeypatch):
     """Five lives and a raw score; and an id of ALE/ keeps its sticky actions and its own frame skip."""
     args = small_args(ppo_atari, env_id="ALE/Breakout-v5")
     run_dir = ppo_atari.train(args)
-    assert run_dir.name.startswith("ALE-Breakout-v5__ppo_atari__1__") and run_dir.parent == Path("runs").absolute()
+    assert (
+        run_dir.name.startswith("ALE-Breakout-v5__ppo_atari__1__")
+        and run_dir.parent == Path("runs").absolute()
+    )
     made, original = [], ppo_atari.AtariVectorEnv
 
     def spy(**kwargs):

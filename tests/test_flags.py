@@ -342,7 +342,7 @@ def test_device(name, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_stall_seconds(name, monkeypatch):
+def test_stall_seconds(name, monkeypatch, capsys):
     """main() alone starts a thread that watches the heartbeats, if it is asked to, and then forgets them."""
     script, watched, run_dir = ALL[name], [], str(finished(name).run_dir)
 
@@ -353,13 +353,16 @@ def test_stall_seconds(name, monkeypatch):
     monkeypatch.setattr(script, "threading", SimpleNamespace(Thread=Thread))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(script, "train", lambda args: script.heartbeat("iteration"))
-    monkeypatch.setattr(script, "evaluate", lambda args: [1.0])
+    monkeypatch.setattr(script, "evaluate", lambda args: [float("evaluation" in script.HEARTBEATS)])
     for mode in ([], ["--evaluate", run_dir]):
         for seconds in (0, 7):
             monkeypatch.setattr(sys, "argv", ["x.py", *mode, "--stall-seconds", str(seconds)])
             script.main()
             assert watched == ([(script.watch_heartbeats, [seconds], True)] if seconds else [])
             assert script.HEARTBEATS == {}
+            assert ("return 1.00" in capsys.readouterr().out) == bool(
+                mode
+            )  # making the environment counts, too
             watched.clear()
 
 

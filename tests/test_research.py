@@ -53,8 +53,8 @@ def test_a_diff_applies_and_trains(part):
         assert max(x for _, x in scalars(run_dir, "charts/episodic_return")) <= 1
 
 
-def test_there_are_five_changes():
-    assert len(PARTS) == 5 and sum("```diff" in part for part in PARTS.values()) == 4
+def test_there_are_five_changes_and_a_notebook():
+    assert len(PARTS) == 6 and sum("```diff" in part for part in PARTS.values()) == 4
 
 
 def test_a_notebook(monkeypatch):
