@@ -752,7 +752,7 @@ class Run:
         if RANK == 0 and self.numbers["iteration"] >= self.args.num_iterations:
             print("the run is at its end; with a larger --total-timesteps it goes on", file=sys.stderr)
         elif RANK == 0 and before != after:
-            print(f"schedules, as of learning rates, now end at step {after}, not {before}", file=sys.stderr)
+            print(f"the run, and what is annealed, now ends at step {after}, not {before}", file=sys.stderr)
 
     def iterations(self) -> Iterator[int]:
         """Counts the iterations that are left. Saves after some of them, the last one, and a signal's."""

@@ -202,7 +202,7 @@ def test_a_run_at_its_end_says_so(script, monkeypatch, capsys):
     assert "the run is at its end; with a larger --total-timesteps" in capsys.readouterr().err
     assert command(script, "--resume", run_dir, "--total-timesteps", 128, monkeypatch=monkeypatch) == 0
     err = capsys.readouterr().err
-    assert "now end at step 128, not 64" in err and "at its end" not in err
+    assert "now ends at step 128, not 64" in err and "at its end" not in err
 
 
 def test_a_run_may_be_named_by_its_checkpoint(script):
