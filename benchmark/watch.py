@@ -151,6 +151,7 @@ class Watcher:
             self.write(f"eval/{step}/checkpoint.pt", checkpoint)
             args = replace(args, evaluate=str(copy), eval_episodes=self.args.episodes, device="cpu")
             self.watch_heartbeats(script)
+            script.heartbeat("evaluation")  # to make the environment counts, too
             returns = script.evaluate(args)
             if self.timer:
                 script.HEARTBEATS.clear()  # the next checkpoint may be long in coming

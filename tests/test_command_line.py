@@ -1,6 +1,7 @@
 """What users met at the command line, and in notebooks, of every script."""
 
 import faulthandler
+import fcntl
 import json
 import os
 import pty
@@ -11,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 import zlib
 from pathlib import Path
@@ -277,10 +279,15 @@ def test_hangups_that_nohup_ignores_stay_ignored(name, monkeypatch):
 def test_a_terminal_that_goes_away():
     """The run saves, and ends as after other signals, although nobody takes what it prints any more."""
     terminal, mine = pty.openpty()
+
+    def take_the_terminal():
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+
     run = subprocess.Popen(
         [sys.executable, ROOT / "ppo.py", "--total-timesteps", "5000000"],
         **dict(stdin=mine, stdout=mine, stderr=mine, start_new_session=True),
-        preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+        preexec_fn=take_the_terminal,
     )
     os.close(mine)
     os.set_blocking(terminal, False)

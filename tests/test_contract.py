@@ -475,7 +475,11 @@ def test_heart_beats_while_environments_work(name, monkeypatch):
     steps.clear()
     beats.clear()
     script.HEARTBEATS.clear()
-    script.evaluate(replace(args, evaluate=str(run_dir), eval_episodes=1))
+    monkeypatch.delitem(sys.modules, "wandb")
+    monkeypatch.setattr(sys, "argv", ["x.py", "--evaluate", str(run_dir), "--eval-episodes", "1"])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(faulthandler, "enable", lambda *_: None)
+    script.main()
     times = len(set(steps)) / len(steps)  # below 1 in games, where a lost life takes more steps at once
     assert times > 0.8 and set(beats) == {"evaluation"}
 
@@ -498,6 +502,7 @@ def test_only_the_command_line_watches_the_heart(name, ends, monkeypatch, capsys
         monkeypatch.setattr(script, function.__name__, function)
     monkeypatch.setattr(script, "watch_heartbeats", watched.append)
     monkeypatch.setattr(signal, "signal", lambda signum, handler: handled.append((signum, handler)))
+    monkeypatch.setattr(signal, "getsignal", lambda signum: signal.SIG_DFL)  # the tests may run under nohup
     monkeypatch.setattr(script, "HEARTBEATS", beating)
     three = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
     all_three = [(signum, script.stop_after_iteration) for signum in three]
