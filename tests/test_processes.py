@@ -213,6 +213,7 @@ def parts(request, tmp_path_factory):
         shutil.copy(first[0]["run_dir"] / "checkpoint.pt", "first.pt")
         flags = flags_of(name, 2 * iterations)
         flags |= dict(resume=str(first[0]["run_dir"]), max_grad_norm=0.01)
+        time.sleep(1)  # TensorBoard reads files of the same second in any order
         return (SCRIPTS | OTHERS)[name], folder, first, side_by_side(recorded, name, flags, *more)
 
 
