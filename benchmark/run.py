@@ -85,17 +85,18 @@ class Mistake(Exception):
 # === Build and machine =======================================================================
 
 
+def blob(file: Path) -> str:
+    """The first digits of `git hash-object FILE`."""
+    content = file.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()[:12]
+
+
 def fingerprint(row: Row) -> str:
     """Of each file that makes the row's results: the first digits of `git hash-object FILE`."""
     files = list(dict.fromkeys([f"{row.script}.py", row.file]))
     if ":" in row.env_id:
         files.append(row.env_id.split(":")[0].replace(".", "/") + ".py")
-    blobs = []
-    for file in files:
-        content = (ROOT / file).read_bytes()
-        blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-        blobs.append(f"{file} {blob[:12]}")
-    return ", ".join(blobs)
+    return ", ".join(f"{file} {blob(ROOT / file)}" for file in files)
 
 
 def git(*command: str) -> str:
