@@ -2,8 +2,8 @@
 
     python benchmark/studies/cleanrl_today.py cleanrl/ppo_continuous_action.py --env-id Hopper-v4 --no-cuda
 
-The file is run as it is. Gymnasium gets the names and the behaviour that its loop expects; nothing that computes
-is changed.
+The file is run as it is. Gymnasium gets the names and the behaviour that its loop expects; nothing that
+computes is changed.
 """
 
 import runpy
@@ -15,14 +15,10 @@ import gymnasium as gym
 import numpy as np
 
 gym.register_envs(ale_py)
-Transform, FrameStack, Sync = (
-    gym.wrappers.TransformObservation,
-    gym.wrappers.FrameStackObservation,
-    gym.vector.SyncVectorEnv,
-)
+TransformObservation = gym.wrappers.TransformObservation
 
 
-class SyncVectorEnv(Sync):
+class SyncVectorEnv(gym.vector.SyncVectorEnv):
     """Resets an environment within the step that ends its episode; final_info has an item an environment."""
 
     def __init__(self, env_fns):
@@ -41,9 +37,9 @@ class SyncVectorEnv(Sync):
 
 
 gym.vector.SyncVectorEnv = SyncVectorEnv
-gym.wrappers.TransformObservation = lambda env, func: Transform(env, func, env.observation_space)
+gym.wrappers.TransformObservation = lambda env, func: TransformObservation(env, func, env.observation_space)
 gym.wrappers.GrayScaleObservation = gym.wrappers.GrayscaleObservation
-gym.wrappers.FrameStack = FrameStack
+gym.wrappers.FrameStack = gym.wrappers.FrameStackObservation
 
 if __name__ == "__main__":
     script = Path(sys.argv[1]).resolve()
