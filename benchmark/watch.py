@@ -2,11 +2,13 @@
 
     python benchmark/watch.py runs/NAME            # until the training has finished; Ctrl-C ends only this
     python benchmark/watch.py runs/NAME --once     # only the newest checkpoint
+    python benchmark/watch.py runs/NAME --capture-video    # films an episode of each new best
     tensorboard --logdir runs                      # shows the evaluations as a run of their own, NAME/eval
 
 It takes the lowest priority and one thread of the CPU, reads the training's files and writes its own beside
 them: best.pt (the checkpoint of the highest mean return), eval.csv (a row an evaluation), learning_curve.png
-and eval/. To evaluate best.pt or to resume from it, copy it to another folder as checkpoint.pt.
+and eval/. To evaluate best.pt or to resume from it, copy it to another folder as checkpoint.pt. The videos of
+--capture-video are in videos/best-STEP; each shows the first episode of that step's evaluation.
 
 It never queues: of the checkpoints written during an evaluation, the last one is next. Stop it when you like,
 even with kill -9, and start it again: nothing is evaluated twice. Where the training leaves no core free,
@@ -54,6 +56,7 @@ class Args:
     episodes: int = 10  # full episodes of an evaluation
     poll: float = 5.0  # seconds between looks for a new checkpoint
     once: bool = False  # evaluate the newest checkpoint and end
+    capture_video: bool = False  # film an episode of each new best in the run folder's videos/best-STEP
     stall_seconds: int = 0  # end if a step of an evaluation takes longer; 0: never
     script: Path | None = None  # the run's script, where it is neither in this folder nor in the repository
 
@@ -153,14 +156,24 @@ class Watcher:
             self.watch_heartbeats(script)
             script.heartbeat("evaluation")  # to make the environment counts, too
             returns = script.evaluate(args)
-            if self.timer:
-                script.HEARTBEATS.clear()  # the next checkpoint may be long in coming
             mean, std = float(np.mean(returns)), float(np.std(returns))
             row = dict(
                 step=step, mean=mean, std=std, episodes=len(returns), seconds=round(time.time() - start, 1)
             )
+            if self.args.capture_video and (not self.rows or mean > self.best["mean"]):
+                script.evaluate(replace(args, eval_episodes=1, capture_video=True))
+                self.keep_videos(copy / "videos", f"best-{step}")
+            if self.timer:
+                script.HEARTBEATS.clear()  # the next checkpoint may be long in coming
             self.record(row)
         return state["iteration"] >= args.num_iterations
+
+    def keep_videos(self, folder: Path, name: str):
+        """Moves videos into the run's. They are there before their evaluation counts: a kill loses none."""
+        kept = self.args.run / "videos" / name
+        kept.parent.mkdir(exist_ok=True)
+        if not kept.exists():  # else a kill came before the evaluation counted
+            folder.replace(kept)
 
     def record(self, row: dict[str, float]):
         self.writer.add_scalar("eval/episodic_return", row["mean"], row["step"])

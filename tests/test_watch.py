@@ -33,11 +33,16 @@ class Args:
     evaluate: str | None = None
     eval_episodes: int = 10
     stall_seconds: int = 1
+    capture_video: bool = False
 
 
 def evaluate(args):
     assert args.device == "cpu"
     path = Path(args.evaluate, "checkpoint.pt")
+    if args.capture_video:
+        path.with_name("videos").mkdir(exist_ok=True)
+        for n in range(args.eval_episodes):
+            path.with_name("videos").joinpath(f"{n}.mp4").write_text(str(torch.load(path)["score"]))
     path.with_name("started").touch()
     while Path("hold").exists():
         time.sleep(0.01)
@@ -200,6 +205,30 @@ def test_a_training_is_the_same_with_a_watcher_that_is_killed(monkeypatch):
     assert (run / "best.pt").read_bytes() == before[run / "checkpoint.pt"]
     assert all(path.read_bytes() == content for path, content in before.items())
     assert [step for step, _ in scalars(run, "charts/learning_rate")] == list(range(512, 6145, 512))
+
+
+def test_an_episode_of_each_new_best_is_filmed(run, monkeypatch):
+    def videos():
+        return {str(path.relative_to(run / "videos")): path.read_text() for path in run.glob("videos/*/*")}
+
+    for iteration, score in ((1, 5.0), (2, 4.0), (3, 5.0), (4, 7.0)):  # the second and third are no new best
+        save(run, iteration, score)
+        assert once(run, "--capture-video", monkeypatch=monkeypatch) == 0
+    assert videos() == {"best-10/0.mp4": "5.0", "best-40/0.mp4": "7.0"}
+    save(run, 5, 8.0)
+    with monkeypatch.context() as patch, pytest.raises(Killed):  # the video is kept, the evaluation not yet
+        patch.setattr(watch.Watcher, "record", lambda *_: (_ for _ in ()).throw(Killed))
+        once(run, "--capture-video", monkeypatch=monkeypatch)
+    assert once(run, "--capture-video", monkeypatch=monkeypatch) == 0 and videos()["best-50/0.mp4"] == "8.0"
+    save(run, 6, 9.0)
+    assert once(run, monkeypatch=monkeypatch) == 0 and len(videos()) == 3  # only where it is asked for
+
+
+def test_the_video_of_a_real_run(monkeypatch):
+    run = ppo.train(small_args(ppo))
+    assert once(run, "--episodes", 2, "--capture-video", monkeypatch=monkeypatch) == 0
+    (video,) = run.glob("videos/best-*/*.mp4")
+    assert video.stat().st_size > 1000 and sorted(path.name for path in (run / "eval").glob("*/*")) == []
 
 
 def test_signals_end_it_at_once(run):
