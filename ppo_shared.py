@@ -462,10 +462,11 @@ class Run:
             sys.exit(f"{message}; last good checkpoint: {good}" if RANK == 0 else 1)
 
 
-def progress_bar(**kwargs) -> tqdm:
+def progress_bar(total: int | None = None, **kwargs) -> tqdm:
     """Counts environment steps on a terminal, and prints a line every ten seconds elsewhere."""
-    style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{l_bar}{r_bar}\n")
-    return tqdm(unit="step", unit_scale=True, **style, **kwargs)
+    line = "{l_bar}{r_bar}" if total else "{n_fmt} steps [{elapsed}, {rate_fmt}{postfix}]"
+    style = {} if sys.stderr.isatty() else dict(mininterval=10, bar_format=f"{line}\n")
+    return tqdm(total=total, unit="step", unit_scale=True, **style, **kwargs)
 
 
 def evaluation_steps(args: Args, returns: list[float]) -> Iterator[None]:

@@ -746,7 +746,9 @@ def test_evaluation_repeats_itself(script, monkeypatch, capsys):
     printed = []
     for _ in range(2):
         assert cli(script, "--evaluate", run_dir, "--eval-episodes", 2, monkeypatch=monkeypatch) == 0
-        printed.append(capsys.readouterr().out)
+        out, err = capsys.readouterr()
+        printed.append(out)
+        assert re.search(r"\d steps \[\d\d:\d\d, .*step/s, 2 of 2 episodes\]\n", err)  # how far it was
     assert re.fullmatch(r"return \S+ \+- \S+ over 2 episodes\n", printed[0]) and printed[0] == printed[1]
 
 
