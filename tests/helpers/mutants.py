@@ -26,6 +26,7 @@ import argparse
 import ast
 import contextlib
 import csv
+import functools
 import hashlib
 import importlib
 import json
@@ -79,6 +80,9 @@ class Recorder:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
         self.test = item.nodeid
+        for x in vars(item.module).values():  # else a run that tests share would count for the first of them
+            if isinstance(x, functools._lru_cache_wrapper):
+                x.cache_clear()
         with self.measured(item.nodeid, fixtures=[f"fixture {name}" for name in item.fixturenames]):
             return (yield)
 
