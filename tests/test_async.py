@@ -451,3 +451,17 @@ def test_actors_that_are_closed_end_their_step_not_their_segment(script):
         exchange.room.release()
         actor.join()
     assert Unhurried.steps - before <= 10 and exchange.queue.empty()
+
+
+@pytest.mark.parametrize("script", [ppo_async, impala_vtrace], ids=lambda script: script.SCRIPT)
+def test_training_waits_for_the_last_step_of_its_actors(script, monkeypatch):
+    names, act = [], script.act
+    monkeypatch.setattr(script, "act", lambda *x: names.append(threading.current_thread().name) or act(*x))
+    flags = dict(env_id="Unhurried-v0", num_envs=2, batch_segments=2, num_steps=4, total_timesteps=16)
+    minibatches = dict(num_minibatches=1) if script is ppo_async else {}
+    script.train(script.Args(**flags, **minibatches, device="cpu"))
+    begin = Unhurried.steps
+    assert names == ["actor 0"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("actor")]
+    time.sleep(0.05)
+    assert Unhurried.steps == begin

@@ -175,8 +175,9 @@ class Scripted:
 
     def recv(self):
         event = "begin" if self.over else self.events.pop(0) if self.events else ""
-        self.over, self.lives = event == "over", 5 if event == "begin" else self.lives - (event == "life")
-        return self.show(), np.zeros(1), np.array([self.over]), np.array([False]), self.info()
+        self.over = event in ("over", "cut")
+        self.lives = 5 if event == "begin" else self.lives - (event == "life")
+        return self.show(), np.zeros(1), np.array([event == "over"]), np.array([event == "cut"]), self.info()
 
 
 def scripted(script, *events):
@@ -209,3 +210,14 @@ def test_a_game_that_ends_before_the_agent_acts(player):
         [1, 2, 3, 0, 1, 0, 2],  # or the next life
     ]
     assert (obs == np.reshape([game.shown for game in envs.games], (4, 1, 1, 1))).all()
+
+
+def test_the_last_frames_before_a_time_limit_stay_as_they_were(player):
+    """Frames 1, 2 and 3 are of the reset and of FIRE; a new game begins with frame 5, FIRE, and frame 7."""
+    envs = scripted(player, ["", "", "cut"], [])
+    obs, _, terminated, truncated, info = envs.step(np.array([3, 3]))
+    last, frames = info["final_obs"][0], envs.single_observation_space.shape[0]
+    assert truncated.tolist() == [True, False] and not terminated.any()
+    assert last[:, 0, 0].tolist() == [3, 3, 3, 4][-frames:] and (obs[0] == 7).all()
+    envs.step(np.array([3, 3]))
+    assert last[:, 0, 0].tolist() == [3, 3, 3, 4][-frames:]

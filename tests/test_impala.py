@@ -372,6 +372,21 @@ def test_diagnostics_survive_a_ratio_that_underflows():
     torch.testing.assert_close(info["approx_kl"], (119 - logprobs).mean())
 
 
+def test_share_of_clipped_ratios():
+    """Ratios of 1, as those of the policy that acted, are not above a limit of 1."""
+    agent, batch = off_policy_batch()
+    with torch.no_grad():
+        logprobs = agent(batch, batch["state"])[0].log_prob(batch["last_actions"].roll(-1, 0))[:-1]
+    ratios = torch.ones(15)
+    ratios[:3], ratios[3:7] = 1.5, 0.5
+    for limit, share in ((1.0, 3 / 15), (0.4, 1.0), (2.0, 0.0)):
+        _, info = impala_loss(
+            agent, batch | dict(logprobs=logprobs - ratios.log().view(5, 3)), small(rho_bar=limit)
+        )
+        assert info["rho_clipped"].item() == pytest.approx(share)
+        assert info["rho"].item() == pytest.approx(ratios.mean().item(), rel=1e-5)
+
+
 def test_corrections_of_the_ablation():
     """one-step-is weighs the policy gradient of none; epsilon moves it a little; on-policy all agree."""
     agent, batch = off_policy_batch()
