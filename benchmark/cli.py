@@ -1,8 +1,10 @@
 """What all tools of benchmark/ do: say what a mistake is, read a CSV, and write a file as a whole."""
 
 import csv
+import gzip
 import io
 import sys
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
@@ -21,11 +23,25 @@ def write_file(path: Path, content: str | bytes):
     temporary.replace(path)
 
 
+def csv_path(folder: Path, name: str) -> Path:
+    """NAME.csv, or NAME.csv.gz if only that is there."""
+    path, zipped = folder / f"{name}.csv", folder / f"{name}.csv.gz"
+    return zipped if zipped.exists() and not path.exists() else path
+
+
+def csv_files(folder: Path, prefix: str) -> dict[str, Path]:
+    """NAME.csv and NAME.csv.gz of a folder, by what follows the prefix in NAME, except runs.csv."""
+    found = {path.name.partition(".csv")[0]: path for path in sorted(folder.glob("*.csv*"))}
+    found = {name: path for name, path in found.items() if path.suffix in (".csv", ".gz") and name != "runs"}
+    return {name.removeprefix(prefix): path for name, path in found.items() if name.startswith(prefix)}
+
+
 def read_csv(path: Path, columns: Iterable[str] | None = None) -> list[dict[str, str]]:
-    """Rows of a CSV by column. Fails at other columns than those given, and at a line that was cut."""
+    """Rows of a CSV, zipped or not, by column. Fails at columns other than those given and at half a line."""
     rows = []
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
         reader = csv.reader(io.StringIO(text))
         head = next(reader, [])
         if columns is not None and head != list(columns):
@@ -36,6 +52,6 @@ def read_csv(path: Path, columns: Iterable[str] | None = None) -> list[dict[str,
             rows.append(dict(zip(head, cells, strict=True)))
         if rows and not text.endswith("\n"):
             fail(f"{path}, line {reader.line_num} has no line end: it was cut, maybe within a number")
-    except (OSError, ValueError, csv.Error) as error:
+    except (OSError, EOFError, ValueError, zlib.error, csv.Error) as error:
         fail(f"{path} cannot be read: {error}")
     return rows

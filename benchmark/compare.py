@@ -1,15 +1,17 @@
-"""Our results beside the published ones: a table a suite, with a verdict a row, and figures.
+"""Our results beside others': ratios with intervals, one summary, tables with all seeds, figures.
 
     python benchmark/compare.py                    # prints the tables of all suites
-    python benchmark/compare.py classic --write    # and writes its figure, its table in RESULTS.md, a page
+    python benchmark/compare.py classic --write    # and writes its figure, its tables in the pages, a page
     python benchmark/compare.py ngu --reach 0.5    # and says when each seed first was so good
 
-A row has each seed's mean of its last 100 training episodes, at the last step that all seeds reached. It is
-judged beside all of its published means that have a spread, as verdict.py says. Without a word are rows of
-fewer than five seeds, rows that were cut, rows whose seeds are of an unknown build or of several, rows of
-which nothing with a spread is published, and those of tasks where random actions were not measured or
-would not be called lower. With a --total-timesteps in --flags nothing is published. A row that is lower: exit
-code 1. Where a row was not run, but results of other flags are there, a line below the table names the flags.
+A row has each seed's mean of its last 100 training episodes, at the last step that all seeds reached. It
+stands beside three groups of runs: CleanRL's own script run here (published/cleanrl/), what CleanRL published
+of the same version of the task, and all that was published, pooled. verdict.py says what the ratios and words
+are; a row that was cut has "cut" for a word, one with seeds of several builds or of an unknown one says that.
+A row that is below the first group that it has: exit code 1.
+
+With a --total-timesteps in --flags nothing was published. Where a row was not run, but results of other flags
+are there, a line below the table names the flags.
 """
 
 import csv
@@ -27,15 +29,20 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmark import figures  # noqa: E402
-from benchmark.cli import fail, read_csv, write_file  # noqa: E402
+from benchmark.cli import csv_files, fail, read_csv, write_file  # noqa: E402
 from benchmark.run import check_flags, read_table  # noqa: E402
-from benchmark.suites import PUBLISHED, RENAMED, SUITES, Row, Target  # noqa: E402
-from benchmark.verdict import LEAST_SEEDS, Published, iqm, verdict  # noqa: E402
+from benchmark.suites import CLEANRL, PUBLISHED, RENAMED, SUITES, Row, Target  # noqa: E402
+from benchmark.verdict import Ratio, Runs, iqm, joint, pool, ratio, runs_of, word  # noqa: E402
 
 RESULTS = ROOT / "benchmark/results"
-PAGE = ROOT / "benchmark/RESULTS.md"
+SUMMARY = ROOT / "benchmark/RESULTS.md", ROOT / "README.md"  # pages that have the summary
+TABLES = ROOT / "benchmark/TABLES.md"  # has a table a suite
 RANDOM = RESULTS / "random_policy.csv"
-HEAD = "script|task|steps|seeds|mean ± std|IQM|published|difference in % [95 %]|verdict|build".split("|")
+LEAST_SEEDS = 5  # for an interquartile mean
+HERE = "CleanRL, run here"
+GROUPS = HERE, "CleanRL, published", "all published"
+HEAD = ["script", "task", "steps", "seeds", "mean ± std", "IQM", "others"]
+HEAD += [f"by {group}" for group in GROUPS] + ["build"]
 HELP = tyro.conf.arg(help=f"of {', '.join(SUITES)}")
 SuiteNames = Annotated[tuple[str, ...], tyro.conf.Positional, HELP]
 
@@ -45,7 +52,7 @@ class Args:
     suites: SuiteNames = tuple(SUITES)
     results: Path = RESULTS  # folder of run.py to read, and where figures and the page go
     flags: str = ""  # results of runs with these flags of run.py
-    write: bool = False  # write figures and index.html; the tables of RESULTS.md, if they are of its results
+    write: bool = False  # write figures and index.html; the tables of the pages, if they are of its results
     reach: float | None = None  # say at which steps the mean of 20 episodes first was so high
 
 
@@ -75,19 +82,28 @@ def random_returns() -> dict[str, float]:
         return {row["task"]: float(row["mean"]) for row in csv.DictReader(file)}
 
 
-def published(target: Target, step: float, is_end: bool) -> Published | None:
+def published(target: Target, step: float, is_end: bool) -> Runs | None:
     """What a target says of a step of ours, if it says anything."""
     if not target.curve:
-        spread = None if target.spread is None or target.at else target.spread
-        return Published(target.by, target.env_id, target.mean, spread, target.runs) if is_end else None
+        return Runs(target.by, target.env_id, target.mean, target.spread, target.runs) if is_end else None
     points = curves()[target.curve, target.env_id]
     if step < points[0, 0]:
         return None
     mean, band, runs = (np.interp(step, points[:, 0], points[:, k]) for k in (1, 2, 3))
+    if target.mean is not None and is_end:
+        mean = target.mean
     spread, by, last = None if np.isnan(band) else float(band), target.by, points[-1, 0]
-    if last < 0.98 * step:  # no later point, so nothing to be judged by
+    if last < 0.98 * step:  # no later point, so nothing to stand beside
         spread, by = None, f"{by}, at {millions(last)}"
-    return Published(by, target.env_id, float(mean), spread, int(runs), target.is_std)
+    return Runs(by, target.env_id, float(mean), spread, int(runs), target.is_std)
+
+
+@cache
+def run_here(script: str, task: str) -> "Result | None":
+    """Runs of CleanRL's script, by seed."""
+    files = csv_files(PUBLISHED / "cleanrl", f"{task}__{CLEANRL[script]}__")
+    seeds = {int(seed): episodes(path, ("step", "return")) for seed, path in files.items()}
+    return Result(Row(script, task, 0), dict(sorted(seeds.items()))) if seeds else None
 
 
 # === What we have ============================================================================
@@ -115,6 +131,14 @@ class Result:
             values.append(returns[-100:].mean() if len(returns) else np.nan)
         return np.array(values)
 
+    def between(self, begin: float, end: float) -> np.ndarray:
+        """Mean of the episodes that ended in (begin, end], (seeds,); NaN without one."""
+        values = []
+        for episodes in self.seeds.values():
+            first, last = np.searchsorted(episodes[:, 0], (begin, end), side="right")
+            values.append(episodes[first:last, 1].mean() if last > first else np.nan)
+        return np.array(values)
+
     def first(self, level: float) -> np.ndarray:
         """Step at which the mean of 20 episodes first was level or more, (seeds,); NaN where it never was."""
         steps = []
@@ -130,9 +154,9 @@ class Result:
         return self.reached < 0.98 * self.row.steps
 
 
-def episodes(path: Path) -> np.ndarray:
+def episodes(path: Path, columns=("step", "seconds", "return", "length")) -> np.ndarray:
     """Step and return (n, 2) of a run's CSV."""
-    rows = read_csv(path, ("step", "seconds", "return", "length"))
+    rows = read_csv(path, columns)
     try:
         found = np.array([(row["step"], row["return"]) for row in rows]).astype(float)
     except ValueError as error:
@@ -145,14 +169,15 @@ def episodes(path: Path) -> np.ndarray:
 def load(suite: str, row: Row, args: Args) -> Result | None:
     folder, prefix = args.results / suite, f"{row.name(args.flags)}__"
     runs, result = read_table(folder / "runs.csv"), Result(row, {})
-    for path in sorted(folder.glob("*.csv")):
-        seed = path.stem.removeprefix(prefix)
-        if path.stem.startswith(prefix) and seed.isdigit():
-            result.seeds[int(seed)] = episodes(path)
-            run = runs.get(path.stem, dict(commit="unknown", fingerprint="unknown", changed="nothing"))
-            is_changed = any(file.split()[0] in run["changed"] for file in run["fingerprint"].split(", "))
-            result.files.add(run["fingerprint"])
-            result.commits.add(run["commit"] + " and changes" * is_changed)
+    for seed, path in csv_files(folder, prefix).items():
+        if not seed.isdigit():  # with more flags
+            continue
+        result.seeds[int(seed)] = episodes(path)
+        unknown = dict(commit="unknown", fingerprint="unknown", changed="nothing")
+        run = runs.get(f"{prefix}{seed}", unknown)
+        is_changed = any(file.split()[0] in run["changed"] for file in run["fingerprint"].split(", "))
+        result.files.add(run["fingerprint"])
+        result.commits.add(run["commit"] + " and changes" * is_changed)
     result.seeds = dict(sorted(result.seeds.items()))
     return result if result.seeds else None
 
@@ -161,8 +186,8 @@ def flags_between(row: Row, name: str) -> str | None:
     """Flags that give the results of a row this name, or None if none do."""
     new_names = {old: new for new, old in RENAMED.get(row.script, {}).items()}
     more = {}
-    for word in name.split("__")[2:]:
-        flag, _, value = word.partition("=")
+    for text in name.split("__")[2:]:
+        flag, _, value = text.partition("=")
         flag = new_names.get(flag, flag)
         if row.options().get(flag) != value:
             more[flag] = value
@@ -176,8 +201,8 @@ def other_flags(suite: str, rows: list[Row], args: Args) -> dict[Row, Counter[st
     A CSV belongs to the row from whose flags it differs least.
     """
     shown, found = {row.name(args.flags) for row in rows}, {}
-    for path in sorted((args.results / suite).glob("*__*.csv")):
-        name, _, seed = path.stem.rpartition("__")
+    for stem in csv_files(args.results / suite, ""):
+        name, _, seed = stem.rpartition("__")
         if name in shown or not seed.isdigit():
             continue
         flags = {row: x for row in rows if (x := flags_between(row, name)) is not None}
@@ -200,30 +225,55 @@ def hints(suite: str, results: list[tuple[Row, Result | None]], args: Args) -> l
     return lines
 
 
-def judge(result: Result, theirs: list[Published]) -> tuple[str, str]:
-    """The difference to the published mean that decides, with its interval, and the verdict."""
-    ours = result.at(result.reached)
-    with_spread = [x for x in theirs if x.error is not None]
-    if not result.row.targets:
-        return "", "nothing published"
-    if result.is_cut:
-        return "", f"cut at {result.reached / 1e6:.2g}M"
-    if not with_spread:
-        return "", "published without a spread"
-    if len(ours) == 1:
-        return "", "1 seed: no word"
-    source, (middle, low, high), said = verdict(ours, with_spread)
-    cell = f"{signed(middle)} [{signed(low)}, {signed(high)}] to {number(source.mean)}"
-    if len(ours) < LEAST_SEEDS:
-        return cell, f"{len(ours)} seeds: no word"
-    if "unknown" in result.files or len(result.files) > 1:
-        return cell, "not of one build: no word"
-    random = random_returns().get(result.row.task)
-    if random is None:
-        return cell, "random actions not measured: no word"
-    if verdict(ours - ours.mean() + random, with_spread)[2] != "lower":
-        return cell, "random actions would pass: no word"
-    return cell, said
+def run_beside(row: Row, result: Result | None) -> tuple[Runs, float] | None:
+    """CleanRL's own runs at the last step that both have reached, and that step."""
+    here = run_here(row.script, row.task) if row.is_comparable else None
+    if here is None:
+        return None
+    step = min(here.reached, result.reached if result else row.steps)
+    by = HERE if step > 0.98 * here.reached and step > 0.98 * row.steps else f"{HERE}, at {millions(step)}"
+    return runs_of(by, row.task, here.at(step)), step
+
+
+def published_beside(row: Row, result: Result | None) -> list[Runs]:
+    """What was published of the last step that all seeds reached, or of the end of the schedule."""
+    is_end = result is None or not result.is_cut
+    step = result.reached if result else row.steps
+    return [x for target in row.targets if (x := published(target, step, is_end))]
+
+
+def ratios(row: Row, result: Result) -> dict[str, Ratio | None]:
+    """Ours by each group of runs; None where random actions are as good or were not measured."""
+    groups, random = {}, random_returns().get(row.task)
+    if beside := run_beside(row, result):
+        groups[HERE] = beside
+    # at the end of a schedule, scores: a curve may be of the same runs
+    has_scores = not result.is_cut and any(target.mean is not None for target in row.targets)
+    targets = tuple(x for x in row.targets if x.mean is not None or not has_scores)
+    theirs = published_beside(replace(row, targets=targets), result)
+    theirs = [x for x in theirs if x.deviation is not None]
+    if same := [x for x in theirs if (x.by, x.env_id) == ("CleanRL", row.task)]:
+        groups["CleanRL, published"] = same[0], result.reached
+    if theirs:
+        groups["all published"] = pool(theirs), result.reached
+    return {
+        group: None if random is None else ratio(runs_of("", "", result.at(step)), x, random)
+        for group, (x, step) in groups.items()
+    }
+
+
+def joint_lines(results: list[tuple[Row, Result | None]]) -> list[str]:
+    """For each script and each group, the joint ratio over its tasks, where there are several."""
+    lines = []
+    for script in dict.fromkeys(row.script for row, _ in results):
+        rows = [(row, result) for row, result in results if row.script == script and row.is_comparable]
+        found = [ratios(row, result) for row, result in rows if result and not result.is_cut]
+        for group in GROUPS:
+            kept = [x[group] for x in found if x.get(group) and np.isfinite(x[group].variance)]
+            if len(kept) > 1:
+                together = f"`{script}.py` by {group}, {len(kept)} tasks together"
+                lines.append(f"- {together}: **{said(joint(kept))}**")
+    return lines
 
 
 # === Tables ==================================================================================
@@ -242,16 +292,25 @@ def millions(steps: float) -> str:
     return f"{steps / 1e6:.3g}M"
 
 
-def cell_of(theirs: Published, row: Row) -> str:
+def said(x: Ratio, state: str | None = None) -> str:
+    """A ratio with its interval and its word, or another state than a word."""
+    middle, low, high = x.interval
+    interval = "" if np.isnan(low) else f" [{low:.2f}, {high:.2f}]"
+    return f"{middle:.2f}{interval} {word(low, high) if state is None else state}".strip()
+
+
+def version_of(env_id: str, row: Row) -> str:
+    """ ", -v2" where theirs is this version of the row's task, else nothing."""
+    return "" if env_id == row.task else f", {env_id.removeprefix(row.task.rpartition('-')[0])}"
+
+
+def cell_of(theirs: Runs, row: Row) -> str:
     """Mean, spread and what a reader must know of them."""
-    about = [theirs.by]
-    if theirs.env_id != row.task:
-        about.append(theirs.env_id.removeprefix(row.task.rpartition("-")[0]))
-    about.append(f"{theirs.runs} run{'s' * (theirs.runs > 1)}")
+    about = f"{theirs.by}{version_of(theirs.env_id, row)}, {theirs.runs} run{'s' * (theirs.runs > 1)}"
     spread = ""
     if theirs.spread is not None:
         spread = f" ± {number(theirs.spread)}{'' if theirs.is_std else '?'}"
-    return f"{number(theirs.mean)}{spread} ({', '.join(about)})"
+    return f"{number(theirs.mean)}{spread} ({about})"
 
 
 def shared_flags(rows: list[Row], script: str) -> dict[str, str]:
@@ -269,16 +328,12 @@ def line_of(row: Row, result: Result | None, shared: dict[str, str]) -> list[str
     own = flags_text({name: x for name, x in row.options().items() if name not in shared})
     task = ", ".join(filter(None, (row.task.replace("NoFrameskip-v4", ""), row.panel, row.label)))
     task += f" `{own}`" if own else ""
-    end = result is None or not result.is_cut
-    step = row.steps if result is None else result.reached
-    theirs = [x for target in row.targets if (x := published(target, step, end))]
-    cells = [cell_of(x, row) for x in theirs]
-    for k, target in enumerate(target for target in row.targets if published(target, step, end)):
-        if target.at:
-            ours = f", ours {number(result.at(target.at).mean())}" if result else ""
-            cells[k] += f" at {millions(target.at)}{ours}"
+    theirs = published_beside(row, result)
+    if beside := run_beside(row, result):
+        theirs.insert(0, beside[0])
+    others = "; ".join(cell_of(x, row) for x in theirs)
     if result is None:
-        return [row.script, task, millions(row.steps), "", "", "", "; ".join(cells), "", "not run", ""]
+        return [row.script, task, millions(row.steps), "", "not run", "", others, "", "", "", ""]
     ours = result.at(result.reached)
     names = list(result.seeds)
     is_row = names == list(range(names[0], names[-1] + 1)) and len(names) > 1
@@ -287,8 +342,13 @@ def line_of(row: Row, result: Result | None, shared: dict[str, str]) -> list[str
     spread = f"{number(ours.mean())} ± {number(ours.std(ddof=1))}" if len(ours) > 1 else number(ours.mean())
     middle = number(iqm(ours)) if len(ours) >= LEAST_SEEDS else ""
     steps = f"{millions(result.reached)} of {millions(row.steps)}" if result.is_cut else millions(row.steps)
+    state = "cut" if result.is_cut else None
+    if "unknown" in result.files or len(result.files) > 1:
+        state = "of several builds"
+    found = ratios(row, result)
+    cells = ["" if found.get(group) is None else said(found[group], state) for group in GROUPS]
     builds = ", ".join(sorted(result.commits))
-    return [row.script, task, steps, each, spread, middle, "; ".join(cells), *judge(result, theirs), builds]
+    return [row.script, task, steps, each, spread, middle, others, *cells, builds]
 
 
 def table(results: list[tuple[Row, Result | None]]) -> list[list[str]]:
@@ -311,38 +371,109 @@ def flags_line(rows: list[Row]) -> str:
     return "\n".join(said)
 
 
+def mean_and_runs(x: Runs, row: Row) -> str:
+    """A cell of the summary."""
+    deviation = "" if x.deviation is None else f" ± {number(x.deviation)}"
+    return f"{number(x.mean)}{deviation} ({x.runs}{version_of(x.env_id, row)})"
+
+
+def summary(results: dict[str, list[tuple[Row, Result | None]]]) -> str:
+    """A row for each script and task that CleanRL has, too, and the joint ratios.
+
+    Means, deviations and numbers of runs; where ours were cut, all at their step. The last column has the
+    ratio to the first group of runs that is there.
+    """
+    head = "script|task|steps|ours (seeds)|CleanRL, run here|CleanRL, published|openai/baselines|ratio"
+    lines = [head.split("|")]
+    for row, result in (pair for pairs in results.values() for pair in pairs):
+        if not row.is_comparable:
+            continue
+        steps = millions(result.reached if result and result.is_cut else row.steps)
+        cells = [f"`{row.script}`", row.task.replace("NoFrameskip-v4", ""), steps]
+        ours = runs_of("ours", row.task, result.at(result.reached)) if result else None
+        cells.append(mean_and_runs(ours, row) if result else "not run")
+        beside = run_beside(row, result)
+        cells.append(mean_and_runs(beside[0], row) if beside else "not run")
+        for names in (("CleanRL", "the blog"), ("openai/baselines", "openai/baselines 2018")):
+            found = [x for x in published_beside(row, result) if x.by in names]
+            found = [x for x in found if x.env_id == row.task] or found
+            cells.append(mean_and_runs(found[0], row) if found else "")
+        first = [x for x in ratios(row, result).values() if x][:1] if result else []
+        cells.append(said(first[0], "cut" if result.is_cut else None) if first else "")
+        lines.append(cells)
+    together = [line for pairs in results.values() for line in joint_lines(pairs)]
+    return "\n\n".join(filter(None, (markdown(lines), "\n".join(together))))
+
+
 def section(suite: str, results: list[tuple[Row, Result | None]], folder: Path | str = "results") -> str:
-    """Of RESULTS.md: the table, what its rows have in common, and the figure in a folder of results."""
-    parts = [markdown(table(results)), flags_line([row for row, _ in results])]
-    parts += [f"![{suite}]({folder}/{suite}/curves.png)"] if any(result for _, result in results) else []
+    """Of TABLES.md: the table, joint ratios, what its rows have in common, and the figure in a folder."""
+    parts = [markdown(table(results)), "\n".join(joint_lines(results))]
+    parts += [flags_line([row for row, _ in results])]
+    parts += [f"![{suite}]({folder}/{suite}/curves.png)"] if is_drawn(results) else []
     return "\n\n".join(filter(None, parts))
 
 
 # === Figures =================================================================================
 
 
+POINTS = 50  # of a curve
+
+
 def name_of(row: Row) -> str:
     return ", ".join(filter(None, (f"{row.script}.py", row.label)))
 
 
+def label_of(target: Target, runs: int, row: Row) -> str:
+    """Whose, of which version of the task, and how many runs."""
+    version = (
+        "" if target.env_id == row.task else f", {target.env_id.removeprefix(row.task.rpartition('-')[0])}"
+    )
+    return f"{target.by}{version}, {runs} run{'s' * (runs > 1)}"
+
+
+def is_drawn(results: list[tuple[Row, Result | None]]) -> bool:
+    """Whether there is something for a figure."""
+    return any(result and row.is_drawn for row, result in results)
+
+
+def draw_runs(ax, result: Result, until: float, **style):
+    """The mean of runs with its quartiles over them; below four runs, a thin line each."""
+    steps = np.linspace(0, until, POINTS + 1)[1:]
+    returns = np.array([result.between(step - until / POINTS, step) for step in steps])
+    is_there = np.isfinite(returns).all(1)
+    steps, returns = steps[is_there], returns[is_there]
+    line = figures.curve(ax, steps, returns.mean(1), **style)
+    if returns.shape[1] >= 4:
+        figures.band(ax, steps, *np.quantile(returns, (0.25, 0.75), axis=1), line)
+    elif returns.shape[1] > 1:
+        ax.plot(steps, returns, linewidth=0.5, color=line.get_color())
+
+
 def draw_published(ax, target: Target, row: Row, until: float, color: str, shift: float):
-    """A curve as far as ours go, or a score. Final ones are shifted so that several stand side by side."""
+    """A curve as far as ours go, or a score at the end; another version of the task is dotted, or hollow.
+
+    Scores are shifted so that several stand side by side.
+    """
+    is_same = target.env_id == row.task
     if target.curve:
         points = curves()[target.curve, target.env_id]
         points = points[points[:, 0] <= max(1.05 * until, points[0, 0])]
-        band = points[:, 2] if target.is_std and not np.isnan(points[:, 2]).any() else None
-        figures.curve(ax, points[:, 0], points[:, 1], band, color=color, label=target.by)
-    elif (target.at or row.steps) <= 1.05 * until:
-        at, label = (target.at, target.by) if target.at else (row.steps + shift, f"{target.by}, final")
-        bar = dict(fmt="o", color=color, capsize=3, markersize=4)
-        ax.errorbar(at, target.mean, target.spread, label=label, **bar)
+        style = dict(color=color, linestyle="--" if is_same else ":")
+        label = label_of(target, int(points[-1, 3]), row)
+        line = figures.curve(ax, points[:, 0], points[:, 1], label=label, **style)
+        if not np.isnan(points[:, 2]).any():
+            figures.band(ax, points[:, 0], *(points[:, 1] + sign * points[:, 2] for sign in (-1, 1)), line)
+    elif row.steps <= 1.05 * until:
+        face = dict(markerfacecolor=color if is_same else "white", fmt="o" if is_same else "s")
+        bar = dict(color=color, capsize=3, markersize=4, label=label_of(target, target.runs, row), **face)
+        ax.errorbar(row.steps + shift, target.mean, target.spread, **bar)
 
 
 def figure(results: list[tuple[Row, Result | None]]) -> Figure:
-    """A panel a task: our rows that were run, and what was published of them."""
+    """A panel a task: our rows that were run, CleanRL run here, and what was published."""
     shown, targets = {}, {}
     for row, result in results:
-        if result:
+        if result and row.is_drawn:
             shown.setdefault(row.panel or row.task, []).append(result)
             targets.setdefault(row.panel or row.task, {}).update({target: row for target in row.targets})
     names = [name_of(result.row) for panel in shown.values() for result in panel]
@@ -350,18 +481,22 @@ def figure(results: list[tuple[Row, Result | None]]) -> Figure:
     color = figures.colors(names)
     drawing, axes = figures.panels(len(shown))
     for ax, (task, panel) in zip(axes, shown.items(), strict=True):
-        for result in panel:
-            steps = np.linspace(0, result.reached, 101)[1:]
-            ours = np.array([result.at(step) for step in steps])
-            std = ours.std(1, ddof=1) if ours.shape[1] > 1 else None
-            name = name_of(result.row)
-            figures.curve(ax, steps, ours.mean(1), std, color=color[name], label=name)
         until = max(result.reached for result in panel)
+        for result in panel:
+            name = name_of(result.row)
+            draw_runs(ax, result, result.reached, color=color[name], label=name)
+            here = run_here(result.row.script, result.row.task) if result.row.is_comparable else None
+            if here:
+                style = dict(color=figures.PUBLISHED["CleanRL"], linestyle="-.")
+                runs = f"{len(here.seeds)} run{'s' * (len(here.seeds) > 1)}"
+                name = f"CleanRL's {CLEANRL[result.row.script]}.py, run here, {runs}"
+                draw_runs(ax, here, min(until, here.reached), label=name, **style)
         for k, (target, row) in enumerate(targets[task].items()):
             draw_published(ax, target, row, until, color[target.by], 0.015 * k * until)
         counts = sorted({len(result.seeds) for result in panel})
         seeds = " or ".join("one seed" if n == 1 else f"{n} seeds" for n in counts)
         figures.finish(ax, f"{task.replace('NoFrameskip-v4', '')}, {seeds}")
+        figures.hide_the_beginning(ax)
     figures.legend(drawing)
     return drawing
 
@@ -379,19 +514,21 @@ def write_between(page: Path, name: str, content: str):
 
 
 def write(args: Args, results: dict[str, list[tuple[Row, Result | None]]]):
-    """Figures of the suites asked for, the page of all, and the tables of RESULTS.md."""
+    """Figures of the suites asked for, the page of all, and the tables of the other pages."""
     for suite in args.suites:
-        if any(result for _, result in results[suite]):
+        if is_drawn(results[suite]):
             figures.save(figure(results[suite]), args.results / suite / "curves")
     parts = []
     for suite, content in results.items():
         parts += [f"<h2>{suite}</h2>", figures.html_table(table(content))]
         parts += [f"<p>{flags_line([row for row, _ in content])}"]
-        parts += [figures.html_image(figure(content))] if any(result for _, result in content) else []
+        parts += [figures.html_image(figure(content))] if is_drawn(content) else []
     write_file(args.results / "index.html", figures.html_page("Benchmark", parts))
     if args.results.resolve() == RESULTS and not args.flags:
         for suite in args.suites:
-            write_between(PAGE, suite, section(suite, results[suite]))
+            write_between(TABLES, suite, section(suite, results[suite]))
+        for page in SUMMARY:
+            write_between(page, "summary", summary(results))
 
 
 def main():
@@ -410,7 +547,7 @@ def main():
             suite: [replace(row, steps=int(steps), targets=()) for row in SUITES[suite]] for suite in SUITES
         }
     results = {suite: [(row, load(suite, row, args)) for row in suites[suite]] for suite in suites}
-    is_lower = False
+    is_below = False
     for suite in args.suites:
         print(f"\n{suite}\n\n{section(suite, results[suite], args.results)}")
         for line in hints(suite, results[suite], args):
@@ -419,10 +556,14 @@ def main():
             if result:
                 steps = ", ".join(f"{step:.0f}" for step in result.first(args.reach))
                 print(f"{row.name()}: {args.reach:g} first at {steps}")
-        is_lower |= any(line[-2] == "lower" for line in table(results[suite]))
+        for row, result in results[suite]:
+            firsts = (
+                [x for x in ratios(row, result).values() if x][:1] if result and not result.is_cut else []
+            )
+            is_below |= any(word(*x.interval[1:]) == "below" for x in firsts)
     if args.write:
         write(args, results)
-    sys.exit(int(is_lower))
+    sys.exit(int(is_below))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 
 from benchmark.cli import write_file
@@ -16,7 +17,12 @@ from benchmark.cli import write_file
 matplotlib.rcParams["svg.hashsalt"] = "benchmark"  # the same curves make the same file
 
 # of each source of published curves, in all figures
-PUBLISHED = {"CleanRL": "tab:orange", "openai/baselines": "tab:green", "the blog": "tab:red"}
+PUBLISHED = {
+    "CleanRL": "tab:orange",
+    "openai/baselines": "tab:green",
+    "the blog": "tab:red",
+    "openai/baselines 2018": "tab:olive",
+}
 PUBLISHED |= {"RLlib, 32 workers": "tab:pink", "RLlib, 64 workers": "tab:olive"}
 PUBLISHED |= {"RLlib, 128 workers": "tab:brown", "RLlib": "tab:pink", "RLlib 2020": "tab:brown"}
 OURS = ["tab:blue", "black", "tab:purple", "tab:cyan", "tab:gray", "tab:orange", "tab:green", "tab:red"]
@@ -41,18 +47,36 @@ def panels(number: int, columns: int = 3, height: float = 2.9) -> tuple[Figure, 
     return figure, axes[:number]
 
 
-def curve(ax: Axes, x: np.ndarray, mean: np.ndarray, std: np.ndarray | None, **style):
+def curve(ax: Axes, x: np.ndarray, mean: np.ndarray, std: np.ndarray | None = None, **style) -> Line2D:
     """A mean, and a band of one standard deviation over runs, if there is one."""
     (line,) = ax.plot(x, mean, linewidth=1.4, **style)
     if std is not None:
-        ax.fill_between(x, mean - std, mean + std, color=line.get_color(), alpha=0.15, linewidth=0)
+        band(ax, x, mean - std, mean + std, line)
+    return line
+
+
+def band(ax: Axes, x: np.ndarray, low: np.ndarray, high: np.ndarray, line: Line2D):
+    """Around a line, in its color."""
+    ax.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+
+
+def hide_the_beginning(ax: Axes):
+    """Lets the vertical axis begin at the lowest point of a line after a tenth of its steps.
+
+    The first returns of an agent may be so low that nothing else could be seen.
+    """
+    lows = [y[x >= 0.1 * x[-1]].min() for x, y in (line.get_data() for line in ax.lines) if len(x) > 10]
+    bottom, top = ax.dataLim.intervaly
+    if lows and min(lows) < top:
+        margin = 0.05 * (top - min(lows))
+        ax.set_ylim(max(bottom, min(lows) - margin) - margin, top + margin)
 
 
 def finish(ax: Axes, title: str, xlabel: str = "environment steps", ylabel: str = "episodic return"):
-    ax.set_title(title, fontsize=9)
-    ax.set_xlabel(xlabel, fontsize=8)
-    ax.set_ylabel(ylabel, fontsize=8)
-    ax.tick_params(which="both", labelsize=7)
+    ax.set_title(title, fontsize=10)
+    ax.set_xlabel(xlabel, fontsize=9)
+    ax.set_ylabel(ylabel, fontsize=9)
+    ax.tick_params(which="both", labelsize=9)
     if ax.get_xscale() == "linear":
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))
         ax.xaxis.set_major_locator(MaxNLocator(5))
@@ -68,7 +92,7 @@ def legend(figure: Figure, columns: int | None = None):
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
-    place = dict(loc="outside lower center", ncols=min(columns, max(1, len(found))), fontsize=8)
+    place = dict(loc="outside lower center", ncols=min(columns, max(1, len(found))), fontsize=9)
     figure.legend(found.values(), found.keys(), **place)
 
 

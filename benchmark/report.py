@@ -35,7 +35,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmark import figures  # noqa: E402
-from benchmark.cli import fail, write_file  # noqa: E402
+from benchmark.cli import csv_path, fail, read_csv, write_file  # noqa: E402
 from benchmark.compare import number  # noqa: E402
 from benchmark.export import replaceable  # noqa: E402
 from benchmark.run import read_table  # noqa: E402
@@ -151,13 +151,13 @@ def by_number(text: str) -> list[str | float]:
 def result_files(folder: Path) -> list[Path]:
     """The CSVs of run.py in folder or below, a run each: it removes the folder of a run that is done."""
     tables = sorted(folder.rglob("runs.csv"))
-    return [table.with_name(f"{name}.csv") for table in tables for name in read_table(table)]
+    return [csv_path(table.parent, name) for table in tables for name in read_table(table)]
 
 
 def read_result(path: Path) -> Run:
     """The run of a CSV of run.py, with what runs.csv says of it; ValueError says why there is none."""
-    row = read_table(path.with_name("runs.csv"))[path.stem]
-    if path.read_text(encoding="utf-8").count("\n") < 2:
+    row = read_table(path.with_name("runs.csv"))[path.name.partition(".csv")[0]]
+    if not read_csv(path):
         raise ValueError("no episode")
     episodes = np.loadtxt(path, delimiter=",", skiprows=1, usecols=range(4), ndmin=2)
     episodes[:, 1] /= 60  # seconds; the others are step, return and length

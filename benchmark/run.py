@@ -48,7 +48,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmark.cli import fail, read_csv, write_file  # noqa: E402
+from benchmark.cli import csv_path, fail, read_csv, write_file  # noqa: E402
 from benchmark.export import export  # noqa: E402
 from benchmark.suites import SUITES, Row  # noqa: E402
 
@@ -193,7 +193,7 @@ class Run:
         return f"{self.folder} {self.difference(record)}" if is_of_another else None
 
     def is_done(self) -> bool:
-        if not self.csv.exists():
+        if not csv_path(self.results, self.name).exists():
             return False
         row = read_table(self.table).get(self.name)
         return bool(row) and self.is_mine(row) and int(row["steps"]) >= self.steps
@@ -299,6 +299,7 @@ class Run:
         export(self.run_dir(), new)
         write_row(self.table, self.name, None)  # a kill leaves no row beside the episodes of another run
         new.replace(self.csv)
+        self.csv.with_suffix(".csv.gz").unlink(missing_ok=True)
         write_row(self.table, self.name, row | self.identity)
         if self.steps == self.schedule:
             remove(self.folder)

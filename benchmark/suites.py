@@ -1,16 +1,23 @@
 """The suites: what is run, how often, and what others have published of it.
 
 A target is a score of published/scores.csv (mean and std over runs of each run's mean of its last 100
-training episodes), a curve of published/curves.csv, or a number with its source beside it. compare.py shows
-all of a row's targets and judges by those that have a spread.
+training episodes), a curve of published/curves.csv, or a number with its source beside it. What CleanRL's own
+scripts did here is in published/cleanrl/, which studies/cleanrl.py makes.
 """
 
 import csv
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, pstdev
 
 PUBLISHED = Path(__file__).with_name("published")
+# the scripts of CleanRL that do what ours do with their defaults
+CLEANRL = {
+    "ppo": "ppo",
+    "ppo_shared": "ppo_one_network",
+    "ppo_continuous": "ppo_continuous_action",
+    "ppo_atari": "ppo_atari",
+    "ppo_lstm": "ppo_atari_lstm",
+}
 # flags that had other names when the first results were made, by script; files of results keep those
 RENAMED = {
     "impala_vtrace": {"batch-segments": "batch-unrolls", "replay-segments": "replay-unrolls"},
@@ -27,7 +34,6 @@ class Target:
     runs: int | None = None
     is_std: bool = True  # spread is a standard deviation over runs; else the source does not say what it is
     curve: str | None = None  # algo in published/curves.csv
-    at: int | None = None  # step of the mean, if it is not the end
 
 
 @dataclass(frozen=True)
@@ -42,10 +48,16 @@ class Row:
     stop_at: int | None = None  # step at which run.py stops a run, on the whole schedule
     threads: int = 1  # of a run
     panel: str = ""  # of the suite's figure; else rows of the same task share one
+    is_drawn: bool = True  # in the suite's figure
 
     @property
     def task(self) -> str:
         return self.env_id.split(":")[-1]
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether CleanRL has the same script and task, with the same flags."""
+        return self.script in CLEANRL and not self.flags and "." not in self.env_id
 
     @property
     def file(self) -> str:
@@ -93,21 +105,36 @@ def curve(by: str, algo: str, env_id: str, is_std: bool = True) -> Target:
 
 def classic() -> list[Row]:
     tasks = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0")
-    rows = [Row("ppo", task, 500_000, score("f1", task) + score("f10", task), seeds=10) for task in tasks]
-    # CleanRL's ppo.py changed to one network, and stable-baselines3's PPO, which has one, run to compare with
-    runs = (259.0, 230.9, 261.4)  # seeds 1, 2, 3
-    cleanrl = Target("CleanRL changed to one network", "CartPole-v1", fmean(runs), pstdev(runs), len(runs))
-    sb3 = Target("stable-baselines3", "CartPole-v1", 139, runs=1, at=250_000)
-    rows.append(Row("ppo_shared", "CartPole-v1", 500_000, (cleanrl, sb3), seeds=10))
-    return rows + [Row("ppo_shared", task, 500_000, seeds=10) for task in tasks[1:]]
+    drawn = {task: task != "MountainCar-v0" for task in tasks}  # nobody's PPO learns it
+    rows = [
+        Row("ppo", task, 500_000, score("f1", task) + score("f10", task), seeds=10, is_drawn=drawn[task])
+        for task in tasks
+    ]
+    return rows + [Row("ppo_shared", task, 500_000, seeds=10, is_drawn=drawn[task]) for task in tasks]
+
+
+# Final scores of benchmarks_mujoco1M.htm of openai/baselines at ea68f3b (August 2018), 6 runs each. The page
+# says nothing of their spread: it is that of the page's curve at its end.
+BASELINES_2018 = {
+    "HalfCheetah": 1668.58,
+    "Hopper": 2316.16,
+    "InvertedDoublePendulum": 7102.91,
+    "InvertedPendulum": 809.43,
+    "Reacher": -6.71,
+    "Swimmer": 111.19,
+    "Walker2d": 3424.95,
+}
 
 
 def mujoco(task: str, seeds: int, flags: str = "", label: str = "") -> Row:
     targets = score("f8", f"{task}-v4") + score("f131", f"{task}-v2")
-    if task == "Humanoid":  # the PPO beside which CleanRL's docs/rl-algorithms/rpo.md shows its RPO
-        targets = (Target("CleanRL", "Humanoid-v4", 716, 49, 10),)
-    else:
-        targets += (curve("openai/baselines", "ppo2", f"{task}-v2", is_std=False),)
+    if task in BASELINES_2018:
+        score_of_curve = dict(mean=BASELINES_2018[task], curve="ppo2", is_std=False)
+        targets += (Target("openai/baselines 2018", f"{task}-v2", **score_of_curve),)
+    # the PPO beside which CleanRL's docs/rl-algorithms/rpo.md shows its RPO
+    if task in ("Humanoid", "InvertedDoublePendulum"):
+        mean, std = dict(Humanoid=(716, 49), InvertedDoublePendulum=(5626, 289))[task]
+        targets += (Target("CleanRL", f"{task}-v4", mean, std, 10),)
     return Row("ppo_continuous", f"{task}-v4", 1_000_000, targets, flags, label, seeds)
 
 
@@ -119,7 +146,7 @@ def atari(script: str, game: str, stop_at: int | None, seeds: int) -> Row:
         curve("the blog", f"ppo_atari{'_lstm' * lstm}.py(blog)", env_id),
     )
     if not lstm:
-        curves += (curve("openai/baselines 2017", "ppo2", env_id, is_std=False),)
+        curves += (curve("openai/baselines 2018", "ppo2", env_id, is_std=False),)
     targets = (*sum(scores, ()), *curves)
     return Row(script, env_id, 10_000_000, targets, seeds=seeds, stop_at=stop_at, threads=2)
 
@@ -155,7 +182,8 @@ SUITES = {
             "ppo_continuous",
             "benchmark.tasks:UnclippedReacher-v4",
             1_000_000,
-            (curve("openai/baselines", "ppo2", "Reacher-v2", is_std=False),),
+            (curve("openai/baselines 2018", "ppo2", "Reacher-v2", is_std=False),),
+            is_drawn=False,
         ),
     ],
     "mujoco_11_bins": [Row("ppo_multidiscrete", "HalfCheetah-v4", 1_000_000)],
@@ -198,10 +226,7 @@ SUITES = {
                 "impala_vtrace",
                 "PongNoFrameskip-v4",
                 10_000_000,
-                tuple(
-                    curve(f"RLlib, {n} workers", f"rllib_impala_lowlatency-{n}", "PongNoFrameskip-v4")
-                    for n in (32, 64, 128)
-                ),
+                (curve("RLlib, 32 workers", "rllib_impala_lowlatency-32", "PongNoFrameskip-v4"),),
                 flags,
                 label,
                 seeds=1,

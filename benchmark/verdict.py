@@ -1,33 +1,32 @@
-"""How the mean of our seeds stands to the published ones: intervals, and one of four words.
+"""How far our runs came beside other runs: a ratio with its interval, and one of four words.
 
-An interval is Welch's, for the difference of two means, in percent of the published one, which is taken as
-exact there. It needs no equal variances and no equal numbers of runs. Where several sources published a mean,
-their intervals are so wide that all of them hold their true differences with 95 % (Bonferroni). Else the
-luckiest of many sources would judge. That is the nominal level: of so few runs, and against up to four
-sources, simulation gives 88 to 98 % where returns are normal. Degrees of freedom of the side with fewer runs
-would be safe, but find a script that is two deviations worse with 10 seeds against 2 sources 19 % of the time
-instead of 69 %. The words:
+A run's way is its return less that of random actions. A ratio is the mean way of our runs by the mean way
+of theirs: 1 is as good, 0 is random. Its interval is Welch's at 95 %, of the logarithms: the variance of a
+mean's logarithm is that of the mean by the square of the way (the delta method). Random returns are exact.
 
-    equal within x %    the whole interval to the highest mean is within MARGIN; x is its end farther from 0
-    lower               than at least one source: its whole interval is below 0, and not within MARGIN
-    higher              than every source: all intervals are above 0, and none is within MARGIN
-    inconclusive        none of these; where published runs are few, no number of our seeds may decide
+    matches    the whole interval is within MARGIN of 1
+    below      else, and the whole interval is below 1
+    above      else, and the whole interval is above 1
+    open       else: more runs, of ours or of theirs, would have to tell
 
-Once ours vary less than theirs, still less of it widens the interval, as the degrees of freedom fall to those
-of the published runs: "equal" may then become "inconclusive", but not the other way.
+A joint ratio over tasks is the geometric mean of their ratios, so each task counts the same. Its variance is
+that of a mean, its degrees of freedom are Satterthwaite's. Several sources are pooled as if all of their runs
+had been drawn alike: the deviation has what differs within and between them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import exp, log, nan
+from typing import NamedTuple
 
 import numpy as np
 from scipy.stats import t, trim_mean
 
-MARGIN = 5  # percent
-LEAST_SEEDS = 5
+MARGIN = 0.1
 
 
 @dataclass(frozen=True)
-class Published:
+class Runs:
     """A mean over runs, with its spread."""
 
     by: str
@@ -40,48 +39,76 @@ class Published:
     )
 
     @property
-    def error(self) -> float | None:
-        """Standard error of the mean, read as the larger of two where the source leaves a choice.
+    def deviation(self) -> float | None:
+        """Standard deviation of runs, read as the larger of two where the source leaves a choice.
 
-        Sources do not say whether their deviation is divided by the number of runs or by one less: it is read
-        as divided by the number. A band of which nothing is said is read as a standard error.
+        Sources do not say whether theirs has the number of runs in its denominator or one less: it is read as
+        having the number. A band of which nothing is said is read as a standard error.
         """
         if self.spread is None or self.runs < 2:
             return None
-        return self.spread / (self.runs - 1) ** 0.5 if self.is_std else self.spread
+        return self.spread * ((self.runs / (self.runs - 1)) ** 0.5 if self.is_std else self.runs**0.5)
 
 
-def difference(ours: np.ndarray, theirs: Published, confidence: float = 0.95) -> tuple[float, float, float]:
-    """Ours (seeds,) less theirs in percent of theirs, and the ends of its interval."""
-    variances = np.array([ours.var(ddof=1) / len(ours), theirs.error**2])
-    scale = 100 / abs(theirs.mean)
-    middle = ours.mean() - theirs.mean
+class Ratio(NamedTuple):
+    """Logarithm of a ratio, with what its interval needs; NaN where a side has one run."""
+
+    log: float
+    variance: float
+    freedom: float
+
+    @property
+    def interval(self) -> tuple[float, float, float]:
+        """The ratio and the ends of its interval."""
+        reach = t.ppf(0.975, self.freedom) * self.variance**0.5 if self.variance else self.variance
+        return exp(self.log), exp(self.log - reach), exp(self.log + reach)
+
+
+def runs_of(by: str, env_id: str, returns: np.ndarray) -> Runs:
+    """Of runs whose returns (runs,) are known."""
+    spread = returns.std() if len(returns) > 1 else None
+    return Runs(by, env_id, returns.mean(), spread, len(returns))
+
+
+def pool(sources: Sequence[Runs]) -> Runs:
+    """All runs of some sources, which have a deviation, as one."""
+    runs = np.array([x.runs for x in sources])
+    means, deviations = (np.array([getattr(x, name) for x in sources]) for name in ("mean", "deviation"))
+    mean = (runs * means).sum() / runs.sum()
+    squares = ((runs - 1) * deviations**2 + runs * (means - mean) ** 2).sum()
+    return Runs("all", sources[0].env_id, mean, (squares / runs.sum()) ** 0.5, int(runs.sum()))
+
+
+def ratio(ours: Runs, theirs: Runs, random: float) -> Ratio | None:
+    """Ours by theirs; None where one of them is not better than random actions."""
+    ways = np.array([ours.mean, theirs.mean]) - random
+    if not (ways > 0).all():
+        return None
+    middle = log(ways[0] / ways[1])
+    if ours.deviation is None or theirs.deviation is None:
+        return Ratio(middle, nan, nan)
+    runs = np.array([ours.runs, theirs.runs])
+    variances = np.array([ours.deviation, theirs.deviation]) ** 2 / runs / ways**2
     if not variances.any():
-        return middle * scale, middle * scale, middle * scale
-    freedom = variances.sum() ** 2 / (variances**2 / [len(ours) - 1, theirs.runs - 1]).sum()
-    reach = t.ppf((1 + confidence) / 2, freedom) * variances.sum() ** 0.5
-    return middle * scale, (middle - reach) * scale, (middle + reach) * scale
+        return Ratio(middle, 0.0, nan)
+    return Ratio(middle, variances.sum(), variances.sum() ** 2 / (variances**2 / (runs - 1)).sum())
+
+
+def joint(ratios: Sequence[Ratio]) -> Ratio:
+    """Geometric mean of the ratios of several tasks, which are not NaN."""
+    variances = np.array([x.variance for x in ratios])
+    squares = sum(x.variance**2 / x.freedom for x in ratios if x.variance)
+    freedom = variances.sum() ** 2 / squares if squares else nan
+    return Ratio(float(np.mean([x.log for x in ratios])), variances.sum() / len(ratios) ** 2, freedom)
 
 
 def word(low: float, high: float) -> str:
-    """What an interval of the difference in percent says."""
-    if max(-low, high) <= MARGIN:
-        return f"equal within {np.ceil(max(-low, high, 0.1) * 10) / 10:g} %"
-    return "higher" if low > 0 else "lower" if high < 0 else "inconclusive"
-
-
-def verdict(ours: np.ndarray, sources: list[Published]) -> tuple[Published, tuple[float, float, float], str]:
-    """The source that decides, the difference to it with its interval, and the word; all have a spread."""
-    confidence = 1 - 0.05 / len(sources)
-    intervals = {source: difference(ours, source, confidence) for source in sources}
-    words = {source: word(*interval[1:]) for source, interval in intervals.items()}
-    source = max(sources, key=lambda source: source.mean)
-    if below := [source for source in sources if words[source] == "lower"]:
-        source = min(below, key=lambda source: intervals[source][2])  # the clearest
-    said = words[source]
-    if said == "higher" and set(words.values()) != {"higher"}:
-        said = "inconclusive"
-    return source, intervals[source], said
+    """What an interval of a ratio says; nothing if it is NaN."""
+    if np.isnan(low):
+        return ""
+    if 1 - MARGIN <= low and high <= 1 + MARGIN:
+        return "matches"
+    return "below" if high < 1 else "above" if low > 1 else "open"
 
 
 def iqm(values: np.ndarray) -> float:

@@ -395,16 +395,17 @@ def test_rows_have_flags_of_their_scripts_and_names_of_their_own():
 
 def result(values, steps=500_000, row=None, published=(490.0, 6.0)):
     """Runs whose last 100 episodes have these means."""
-    target = Target("theirs", "CartPole-v1", *published, runs=3 if published[1] is not None else 1)
+    target = Target("CleanRL", "CartPole-v1", *published, runs=3 if published[1] is not None else 1)
     row = row or Row("ppo", "CartPole-v1", 500_000, (target,))
     ends = np.linspace(1000, steps, 200)
     episodes = {seed: np.column_stack((ends, np.full(200, value))) for seed, value in enumerate(values)}
     return compare.Result(row, episodes, {"ppo.py 0123456789ab"}, {"a"})
 
 
-def verdict(ours):
-    """Of its line in the table: the difference and the word."""
-    return compare.line_of(ours.row, ours, {})[-3:-1]
+def cells(ours):
+    """The ratios of its line in the table, by group."""
+    line = compare.line_of(ours.row, ours, {})
+    return dict(zip(compare.GROUPS, line[-4:-1], strict=True))
 
 
 TEN = 490 + np.linspace(-8, 8, 10)
@@ -412,79 +413,118 @@ TEN = 490 + np.linspace(-8, 8, 10)
 
 @pytest.mark.parametrize(
     "values, said",
-    [
-        (TEN, "equal within 3"),
-        (1.2 * TEN, "higher"),
-        (0.8 * TEN, "lower"),
-        (TEN - 15, "inconclusive"),
-        (TEN[:4], "4 seeds: no word"),
-        (TEN[:1], "1 seed: no word"),
-    ],
+    [(TEN, "matches"), (1.2 * TEN, "above"), (0.8 * TEN, "below"), (TEN * np.linspace(0.7, 1.3, 10), "open")],
 )
-def test_verdicts(values, said):
-    cell, word = verdict(result(values))
-    assert word.startswith(said) and cell.endswith("] to 490.0") == (len(values) > 1), (cell, word)
+def test_words_of_a_row(values, said):
+    """Beside one mean that CleanRL published of the same version of the task, which so is in two groups."""
+    found = cells(result(values))
+    assert found["CleanRL, published"] == found["all published"]
+    middle, low, high, word = re.fullmatch(
+        r"([\d.]+) \[([\d.]+), ([\d.]+)\] (\w+)", found["all published"]
+    ).groups()
+    random = compare.random_returns()["CartPole-v1"]
+    assert float(middle) == pytest.approx((values.mean() - random) / (490 - random), abs=0.006)
+    assert word == said and float(low) < float(middle) < float(high)
 
 
 def test_rows_without_a_word():
-    assert verdict(result(TEN, steps=300_000)) == ["", "cut at 0.3M"]
-    assert verdict(result(TEN, published=(490.0, None))) == ["", "published without a spread"]
-    assert verdict(result(TEN, row=Row("ppo", "CartPole-v1", 500_000))) == ["", "nothing published"]
+    cut = cells(result(TEN, steps=300_000))
+    assert set(cut.values()) == {""}  # a score says nothing of another step
+    assert set(cells(result(TEN, published=(490.0, None))).values()) == {""}
+    assert set(cells(result(TEN, row=Row("ppo", "CartPole-v1", 500_000))).values()) == {""}
     row = Row("ppo", "MountainCar-v0", 500_000, (Target("they", "MountainCar-v0", -200.0, 0.0, 3),))
-    assert verdict(result([-200.0] * 5, row=row))[1] == "random actions would pass: no word"
-    (row,) = [row for row in SUITES["mujoco"] if row.task == "HalfCheetah-v4"]
-    assert (
-        verdict(result(np.linspace(-9000, 13000, 10), 1_000_000, row))[1]
-        == "random actions would pass: no word"
-    )
-    assert verdict(result(np.linspace(400, 600, 10), 1_000_000, row))[1] == "lower"  # one source is very wide
+    assert set(cells(result([-200.0] * 5, row=row)).values()) == {""}  # random actions are as good
+    row = Row("ppo", "Unknown-v0", 500_000, (Target("they", "Unknown-v0", 490.0, 6.0, 3),))
+    assert set(cells(result(TEN, row=row)).values()) == {""}  # random actions were not measured
+    assert re.fullmatch(r"1\.0\d", cells(result(TEN[-1:]))["all published"])  # one seed has no interval
     two = result(TEN)
     two.files.add("ppo.py ba9876543210")
-    assert verdict(two)[1] == "not of one build: no word"
+    assert cells(two)["all published"].endswith("] of several builds")
     two.files = {"unknown"}
-    assert verdict(two)[1] == "not of one build: no word"
-    assert compare.line_of(row, None, {})[-2] == "not run"
+    assert cells(two)["all published"].endswith("] of several builds")
+    assert "not run" in compare.line_of(row, None, {})
 
 
-def test_a_curve_that_ends_early_says_where_and_judges_nothing(monkeypatch):
+def test_a_curve_that_ends_early_says_where_and_has_no_ratio(monkeypatch):
     points = np.array([(0.0, 0.0, 1.0, 3.0), (600_000.0, 18.0, 1.0, 3.0)])
     monkeypatch.setattr(compare, "curves", lambda: {("curve", "Task-v0"): points})
     target = Target("they", "Task-v0", curve="curve")
     inside, beyond = compare.published(target, 300_000, True), compare.published(target, 1_000_000, True)
     assert (inside.mean, inside.spread, inside.by) == (9, 1, "they")
-    assert (beyond.mean, beyond.error, beyond.by) == (18, None, "they, at 0.6M")
+    assert (beyond.mean, beyond.deviation, beyond.by) == (18, None, "they, at 0.6M")
 
 
-def test_no_word_where_random_actions_were_not_measured():
-    """As of Gym-microRTS: they might pass."""
-    targets = (Target("they", "Unknown-v0", 490.0, 6.0, 3),)
-    row = Row("ppo", "Unknown-v0", 500_000, targets)
-    assert verdict(result(0.8 * TEN, row=row))[1] == "random actions not measured: no word"
+def test_a_score_beside_its_curve_has_the_spread_of_the_end():
+    (row,) = [row for row in SUITES["mujoco"] if row.task == "Hopper-v4"]
+    (target,) = [target for target in row.targets if target.curve]
+    end = compare.curves()["ppo2", "Hopper-v2"][-1]
+    found = compare.published(target, 1_000_000, True)
+    assert found.mean == 2316.16 and found.spread == pytest.approx(end[2]) and not found.is_std
+    assert compare.published(target, 500_000, False).mean < 2316
 
 
-def test_published_means_with_a_spread_judge():
-    targets = [Target("low", "CartPole-v1", 300.0, 6.0, 3), Target("high", "CartPole-v1", 490.0, 6.0, 3)]
-    targets.append(Target("single", "CartPole-v1", 500.0, runs=1))
+def test_groups_of_runs():
+    """CleanRL of this version alone, all of them pooled, and one that has no spread in neither."""
+    targets = [Target("CleanRL", "CartPole-v1", 300.0, 6.0, 3), Target("they", "CartPole-v0", 490.0, 6.0, 9)]
+    targets.append(Target("single", "CartPole-v1", 1000.0, runs=1))
     row = Row("ppo", "CartPole-v1", 500_000, tuple(targets))
-    assert verdict(result(0.8 * TEN, row=row))[1] == "lower"
+    random, found = compare.random_returns()["CartPole-v1"], cells(result(TEN, row=row))
+    assert found["CleanRL, published"].startswith(f"{(490 - random) / (300 - random):.2f} [")
+    pooled = (3 * 300 + 9 * 490) / 12
+    assert found["all published"].startswith(f"{(490 - random) / (pooled - random):.2f} [")
     cell = compare.line_of(row, result(TEN, row=row), {})[6]
-    assert cell == "300.0 ± 6.00 (low, 3 runs); 490.0 ± 6.00 (high, 3 runs); 500.0 (single, 1 run)"
+    others = "300.0 ± 6.00 (CleanRL, 3 runs); 490.0 ± 6.00 (they, -v0, 9 runs); 1000 (single, 1 run)"
+    assert cell == others
+
+
+def test_curves_are_not_pooled_with_the_scores_of_the_same_runs():
+    """At the end of a schedule; a row that was cut has only curves."""
+    (row,) = [row for row in SUITES["atari"] if "Pong" in row.env_id]
+    random, scores = compare.random_returns()[row.task], (20.36, 20.512, 20.45)
+    found = cells(result([20.0] * 5, 10_000_000, row))["all published"]
+    assert found.startswith(f"{(20 - random) / (np.mean(scores) - random):.2f} [")
+    assert cells(result([20.0] * 5, 2_000_000, row))["all published"].endswith("] cut")
+
+
+def test_cleanrl_run_here_stands_beside_ours(monkeypatch):
+    """At the last step that both have reached; not beside other flags."""
+    theirs = compare.Result(None, {s: np.array([(100_000, 50.0 + s), (500_000, 400.0 + s)]) for s in (0, 1)})
+    monkeypatch.setattr(compare, "run_here", lambda script, task: theirs)
+    row = Row("ppo", "CartPole-v1", 500_000)
+    random, ours = compare.random_returns()["CartPole-v1"], result(TEN, row=row)
+    mean = (50.5 + 400.5) / 2  # of the last 100 episodes
+    assert cells(ours)[compare.HERE].startswith(f"{(490 - random) / (mean - random):.2f} [")
+    assert compare.line_of(row, ours, {})[6].startswith("225.5 ± 0.50 (CleanRL, run here, 2 runs)")
+    cut = result(TEN, steps=200_000, row=row)
+    assert cells(cut)[compare.HERE].startswith(f"{(490 - random) / (50.5 - random):.2f} [")
+    assert "(CleanRL, run here, at 0.2M, 2 runs)" in compare.line_of(row, cut, {})[6]
+    other = replace(row, flags="--num-envs 8")
+    assert cells(result(TEN, row=other))[compare.HERE] == ""
+
+
+def test_the_summary_has_each_script_and_task_that_cleanrl_has():
+    loaded = {
+        suite: [(row, compare.load(suite, row, compare.Args())) for row in rows]
+        for suite, rows in SUITES.items()
+    }
+    head, _, *lines = compare.summary(loaded).partition("\n\n")[0].splitlines()
+    shown = [tuple(cell.strip(" `") for cell in line.split("|")[1:3]) for line in lines]
+    known = [
+        row for rows in SUITES.values() for row in rows if row.script in compare.CLEANRL and not row.flags
+    ]
+    known = [
+        (row.script, row.task.replace("NoFrameskip-v4", "")) for row in known if "Unclipped" not in row.task
+    ]
+    assert shown == known and head.startswith("| script | task | steps | ours (seeds) | CleanRL, run here |")
 
 
 def test_every_source_has_its_environment_and_the_kind_of_its_band():
     (row,) = [row for row in SUITES["mujoco"] if row.task == "HalfCheetah-v4"]
-    cells = compare.line_of(row, None, {})[6].split("; ")
-    assert cells[0] == "1443 ± 46.0 (CleanRL, 3 runs)"
-    assert cells[2] == "2262 ± 1197 (CleanRL, -v2, 3 runs)"
-    assert cells[3] == "1670 ± 224.9? (openai/baselines, -v2, 6 runs)"
-
-
-def test_shared_networks_have_targets_of_shared_networks():
-    (row,) = [row for row in SUITES["classic"] if (row.script, row.task) == ("ppo_shared", "CartPole-v1")]
-    line = compare.line_of(row, result([200.0] * 10, row=row), {})
-    cleanrl = "250.4 ± 13.8 (CleanRL changed to one network, 3 runs)"
-    assert line[6] == f"{cleanrl}; 139.0 (stable-baselines3, 1 run) at 0.25M, ours 200.0"
-    assert line[-2] == "lower"
+    found = compare.line_of(row, None, {})[6].split("; ")
+    found = [cell for cell in found if "run here" not in cell]
+    assert found[0] == "1443 ± 46.0 (CleanRL, 3 runs)"
+    assert found[2] == "2262 ± 1197 (CleanRL, -v2, 3 runs)"
+    assert found[3] == "1669 ± 224.9? (openai/baselines 2018, -v2, 6 runs)"
 
 
 def test_when_a_seed_first_was_so_good():
@@ -500,7 +540,7 @@ def test_a_run_that_was_cut_stands_beside_the_beginning_of_the_curve():
     assert step < 0.3 * row.steps
     line = compare.line_of(row, result((mean,), steps=step, row=row), {})
     assert f"; {compare.number(mean)} ± {compare.number(band)} (the blog, 3 runs); " in line[6]
-    assert "CleanRL" not in line[6] and re.fullmatch(r"cut at 2(\.\d)?M", line[-2])
+    assert not re.search(r"\(CleanRL, \d", line[6]) and line[-2].endswith(" cut")
     assert line[2].endswith(" of 10M")
 
 
@@ -644,7 +684,7 @@ def test_another_schedule_has_its_own_steps_and_nothing_published():
     flags = ["--flags=--total-timesteps 1000000"]
     done = subprocess.run([*tool, *flags], capture_output=True, text=True)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("| ppo | CartPole-v1")]
-    assert "| 0.5M of 1M | 1 to 5:" in line and "| nothing published |" in line and done.returncode == 0
+    assert "| 0.5M of 1M | 1 to 5:" in line and "CleanRL, " not in line and done.returncode == 0
 
 
 def test_a_page_without_the_place_of_a_table_stays_as_it_is(capfd):
@@ -658,7 +698,7 @@ def test_a_page_without_the_place_of_a_table_stays_as_it_is(capfd):
     )
 
 
-def test_a_worse_run_is_called_lower():
+def test_a_worse_run_is_called_below():
     """The exit code says it; nothing that git tracks is written."""
     Path("mine/classic").mkdir(parents=True)
     lines = []
@@ -676,9 +716,9 @@ def test_a_worse_run_is_called_lower():
         writer.writerows(lines)
     tool = [sys.executable, ROOT / "benchmark/compare.py", "classic", "--results", "mine"]
     before = {path: path.stat().st_mtime_ns for path in RESULTS.rglob("*")}
-    before[ROOT / "benchmark/RESULTS.md"] = (ROOT / "benchmark/RESULTS.md").stat().st_mtime_ns
+    before[compare.TABLES] = compare.TABLES.stat().st_mtime_ns
     done = subprocess.run(tool, capture_output=True, text=True)
-    assert done.returncode == 1 and re.search(r"\| ppo \| CartPole-v1 .* lower ", done.stdout), done.stdout
+    assert done.returncode == 1 and re.search(r"\| ppo \| CartPole-v1 .* below ", done.stdout), done.stdout
     assert len(list(Path("mine").rglob("*"))) == 7
     done = subprocess.run([*tool, "--write"], capture_output=True, text=True)
     assert done.returncode == 1
@@ -751,21 +791,43 @@ def test_a_figure_has_a_panel_a_task_and_a_color_a_source():
         assert Path(f"one.{suffix}").read_bytes() == Path(f"two.{suffix}").read_bytes()
 
 
-def test_a_score_before_the_end_is_drawn_at_its_own_step():
-    (row,) = [row for row in SUITES["classic"] if (row.script, row.task) == ("ppo_shared", "CartPole-v1")]
-    (ax,) = compare.figure([(row, result((200.0,), row=row))]).axes
-    dots = {dot.get_label(): dot.lines[0].get_xdata()[0] for dot in ax.containers}
-    assert dots == {"CleanRL changed to one network, final": 500_000, "stable-baselines3": 250_000}
+def test_another_version_of_a_task_is_dotted_or_hollow():
+    (row,) = [row for row in SUITES["mujoco"] if row.task == "HalfCheetah-v4"]
+    (ax,) = compare.figure([(row, result((1500.0,), row.steps, row))]).axes
+    marks = {
+        x.get_label(): (x.lines[0].get_marker(), x.lines[0].get_markerfacecolor()) for x in ax.containers
+    }
+    assert marks["CleanRL, 3 runs"] == ("o", "tab:orange") and marks["CleanRL, -v2, 3 runs"] == ("s", "white")
+    lines = {line.get_label(): line.get_linestyle() for line in ax.lines}
+    assert lines["openai/baselines 2018, -v2, 6 runs"] == ":" and lines["ppo_continuous.py"] == "-"
+
+
+def test_bands_are_quartiles_and_few_seeds_are_thin_lines():
+    row = Row("ppo", "CartPole-v1", 500_000)
+    (ax,) = compare.figure([(row, result(np.arange(8.0), row=row))]).axes
+    (band,) = ax.collections
+    assert band.get_datalim(ax.transData).bounds[1::2] == pytest.approx((1.75, 3.5))  # from, and how high
+    (ax,) = compare.figure([(row, result((1.0, 2.0), row=row))]).axes
+    assert [line.get_linewidth() for line in ax.lines] == [1.4, 0.5, 0.5] and not ax.collections
+
+
+def test_an_axis_begins_at_what_is_reached_after_a_tenth_of_the_steps():
+    (ax,) = figures.panels(1)[1]
+    x = np.linspace(0, 1, 101)
+    ax.plot(x, np.where(x < 0.05, -1000, -10 + x))
+    figures.hide_the_beginning(ax)
+    assert -12 < ax.get_ylim()[0] < -9.9
 
 
 def test_published_sources_keep_their_colors():
     for suite in ("atari", "mujoco"):
-        row = SUITES[suite][-1]
+        row = [row for row in SUITES[suite] if row.is_drawn][-2]
         ax = compare.figure([(row, result((1.0,), steps=row.steps, row=row))]).axes[0]
         color = {line.get_label(): line.get_color() for line in ax.lines}
-        assert color["openai/baselines"] == figures.PUBLISHED["openai/baselines"]
-        known = [text.get_color() for text in ax.lines if text.get_label() == "the blog"]
-        assert set(known) <= {figures.PUBLISHED["the blog"]}
+        for label, found in color.items():
+            source = label.partition(", ")[0]
+            assert found == figures.PUBLISHED.get(source, found)
+        assert any(label.startswith("openai/baselines 2018, ") for label in color)
 
 
 def test_the_legend_is_within_the_figure():
@@ -786,13 +848,19 @@ def test_ticks_do_not_overlap():
         assert len(boxes) > 3 and all(a[1] < b[0] for a, b in zip(boxes, boxes[1:], strict=False))
 
 
-def test_tables_of_the_results_page_are_those_of_the_csvs():
-    page = (ROOT / "benchmark/RESULTS.md").read_text(encoding="utf-8")
+def test_tables_of_the_pages_are_those_of_the_csvs():
+    page = compare.TABLES.read_text(encoding="utf-8")
     shown = re.findall(r"<!-- (\w+) -->\n(.*?)\n<!-- end of \1 -->", page, re.DOTALL)
     assert [suite for suite, _ in shown] == [*SUITES]
+    loaded = {
+        suite: [(row, compare.load(suite, row, compare.Args())) for row in SUITES[suite]] for suite in SUITES
+    }
     for suite, table in shown:
-        rows = [(row, compare.load(suite, row, compare.Args())) for row in SUITES[suite]]
-        assert table == compare.section(suite, rows), suite
+        assert table == compare.section(suite, loaded[suite]), suite
+    for path in compare.SUMMARY:
+        assert f"<!-- summary -->\n{compare.summary(loaded)}\n<!-- end of summary -->" in path.read_text(
+            "utf-8"
+        )
 
 
 def found(suite, task, label="", script=None):
@@ -802,21 +870,17 @@ def found(suite, task, label="", script=None):
     return compare.load(suite, row, compare.Args())
 
 
-def p_value(a, b):
-    return stats.ttest_ind(a.at(a.reached), b.at(b.reached), equal_var=False).pvalue
-
-
 def test_numbers_that_stand_in_no_table():
     """Of the texts around the tables, from the CSVs."""
-    page = " ".join((ROOT / "benchmark/RESULTS.md").read_text(encoding="utf-8").split())
+    page = " ".join((ROOT / "benchmark/METHODS.md").read_text(encoding="utf-8").split())
     clipped, unclipped = found("mujoco", "Reacher-v4"), found("mujoco", "UnclippedReacher-v4")
     first = [found("mujoco", "HalfCheetah-v4").at(3000), clipped.at(3000), unclipped.at(3000)]
     cheetah, reacher, charged = (f"−{-x.mean():.0f}" for x in first)
     assert f"our first 3,000 steps have {cheetah} and {reacher}." in page
-    assert f"begins at {charged} and ends at −6.43" in page
+    assert f"begins at {charged} and ends at {compare.number(unclipped.at(1e6).mean())}" in page
     begin = [compare.curves()["ppo2", f"{task}-v2"][0, 1] for task in ("HalfCheetah", "Reacher")]
     assert "they begin at −{:.0f} on HalfCheetah and at −{:.0f} on Reacher".format(*np.abs(begin)) in page
-    assert f"(Welch's p is {p_value(clipped, unclipped):.2f})" in page
+    page = " ".join(compare.TABLES.read_text(encoding="utf-8").split())
 
     masked = found("microrts", "MicrortsMining-v1", "masked")
     steps = np.arange(100_000, masked.reached, 100)
@@ -833,21 +897,23 @@ def test_numbers_that_stand_in_no_table():
 
     none, vtrace = (found("vtrace_ablation", "CartPole-v1", kind) for kind in ("none", "vtrace"))
     impala = " ".join((ROOT / "docs/impala.md").read_text(encoding="utf-8").split())
-    assert f"(between `none` and V-trace, Welch's p is {p_value(none, vtrace):.2f})" in impala
+    p_value = stats.ttest_ind(none.at(none.reached), vtrace.at(vtrace.reached), equal_var=False).pvalue
+    assert f"(between `none` and V-trace, Welch's p is {p_value:.2f})" in impala
 
 
 def test_writing_one_table_leaves_the_others(monkeypatch):
-    monkeypatch.setattr(compare, "PAGE", Path("RESULTS.md"))
+    monkeypatch.setattr(compare, "TABLES", Path("TABLES.md"))
+    monkeypatch.setattr(compare, "SUMMARY", ())
     monkeypatch.setattr(compare, "RESULTS", Path("results").resolve())
     page = "a\n<!-- classic -->\nold\n<!-- end of classic -->\nb\n<!-- ngu -->\nkept\n<!-- end of ngu -->\n"
-    compare.PAGE.write_text(page, encoding="utf-8")
+    compare.TABLES.write_text(page, encoding="utf-8")
     Path("results").mkdir()
     for flags in ([], ["--write"]):
-        assert compare.PAGE.read_text(encoding="utf-8") == page
+        assert compare.TABLES.read_text(encoding="utf-8") == page
         monkeypatch.setattr(sys, "argv", ["compare.py", "classic", "--results", "results", *flags])
         with pytest.raises(SystemExit):
             compare.main()
-    text = compare.PAGE.read_text(encoding="utf-8")
+    text = compare.TABLES.read_text(encoding="utf-8")
     assert "| ppo | CartPole-v1 |" in text and "old" not in text
     assert text.startswith("a\n<!-- classic -->\n| script |") and text.endswith(page[page.index("\nb") :])
 
@@ -899,21 +965,6 @@ def test_scripts_of_the_readme():
         if row := newest.get((f"{name}.py", "")):
             seconds = (SCRIPTS | OTHERS)[name].Args().total_timesteps / float(row["steps_per_s"])
             assert float(number) == pytest.approx(seconds / UNITS[unit], rel=0.05), name
-
-
-def test_results_of_the_readme():
-    """Each is a row of RESULTS.md, with the seeds, and the published number beside it."""
-    page = (ROOT / "benchmark/RESULTS.md").read_text(encoding="utf-8")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    pattern = r"^\| `(\w+)` \| (\S+) \| (.*M) \| (\d+) \| (\S+) \| (?:(\S+) \((.*)\)|nothing) \|$"
-    rows = re.findall(pattern, readme, re.MULTILINE)
-    section = readme.partition("\n## Results\n")[2].partition("\n## ")[0]
-    assert len(rows) == section.count("\n| `")
-    for script, task, steps, seeds, ours, theirs, source in rows:
-        (row,) = re.findall(rf"^\| {script} \| {task} \| {steps} \| .*$", page, re.MULTILINE)
-        cells = [cell.strip() for cell in row.split("|")]
-        assert len(cells[4].split(",")) == int(seeds) and cells[5].split(" ±")[0] == ours, row
-        assert not theirs or re.search(rf"{theirs} ± \S+ \({source}\b", cells[7]), row
 
 
 def test_speeds_of_the_readme():

@@ -1,21 +1,18 @@
-"""The verdict by simulation: how often its interval holds the true difference, and finds a worse script."""
+"""Ratios by simulation: how often an interval holds the true ratio, and how often a worse script is found."""
 
 import re
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from scipy.stats import t
 
-import benchmark.verdict
 from benchmark import compare
 from benchmark.suites import SUITES
-from benchmark.verdict import MARGIN, Published, difference, iqm, verdict, word
+from benchmark.verdict import Ratio, Runs, iqm, joint, pool, ratio, runs_of, word
 
 ROOT = Path(__file__).parent.parent
-TRIALS = 4000
+TRIALS = 1500
 
 
 def normal(rng, n):
@@ -27,197 +24,133 @@ def skewed(rng, n):
     return 1 - rng.exponential(size=n)
 
 
-def trials(seeds, shift=0.0, spread=0.1, runs=3, ours=1.0, draw=normal, is_std=True):
-    """Intervals (TRIALS, 3) of scripts that are `shift` of a deviation better than a published mean of 1.
+def trials(seeds, runs, spread, worse=0.0, tasks=1, draw=normal):
+    """Share of each word, and of "held": intervals that hold the true ratio.
 
-    spread: their deviation. ours: our deviation, as a multiple of it. draw: numbers of mean 0 and variance 1.
-    """
-    rng, found = np.random.default_rng(0), []
-    for _ in range(TRIALS):
-        theirs = 1 + spread * draw(rng, runs)
-        error = theirs.std() if is_std else theirs.std(ddof=1) / runs**0.5
-        published = Published("they", "Task-v0", theirs.mean(), error, runs, is_std)
-        found.append(difference(1 + spread * (shift + ours * draw(rng, seeds)), published))
-    return np.array(found)
-
-
-def source(name, draws):
-    return Published(name, "Task-v0", draws.mean(), draws.std(), len(draws))
-
-
-def words(seeds, sources, shift=0.0, spread=0.1, ours=1.0, draw=normal, trials=TRIALS):
-    """Share of each verdict on such scripts, beside several sources of 3 runs; in "all", of those trials in
-    which all intervals hold the true difference.
+    spread: standard deviation of a run, as a share of the mean way. worse: by which share ours are worse.
     """
     rng, said = np.random.default_rng(0), Counter()
-    for _ in range(trials):
-        theirs = [source(f"{k}", 1 + spread * draw(rng, 3)) for k in range(sources)]
-        mine = 1 + spread * (shift + ours * draw(rng, seeds))
-        said[verdict(mine, theirs)[2].split()[0]] += 1
-        intervals = [difference(mine, x, 1 - 0.05 / sources) for x in theirs]
-        true = [100 * shift * spread / x.mean for x in theirs]
-        said["all"] += all(low <= x <= high for x, (_, low, high) in zip(true, intervals, strict=True))
-    return {name: n / trials for name, n in said.items()}
+    for _ in range(TRIALS):
+        found = []
+        for _ in range(tasks):
+            ours = (1 - worse) * (1 + spread * draw(rng, seeds))
+            theirs = 1 + spread * draw(rng, runs)
+            found.append(ratio(runs_of("we", "", ours), runs_of("they", "", theirs), random=0.0))
+        _, low, high = (joint(found) if tasks > 1 else found[0]).interval
+        said[word(low, high)] += 1 / TRIALS
+        said["held"] += (low <= 1 - worse <= high) / TRIALS
+    return said
+
+
+@pytest.mark.parametrize("draw", [normal, skewed])
+@pytest.mark.parametrize("seeds, runs, spread", [(10, 10, 0.15), (5, 10, 0.15), (5, 3, 0.15), (10, 3, 0.02)])
+def test_an_interval_holds_the_true_ratio(seeds, runs, spread, draw):
+    assert 0.91 < trials(seeds, runs, spread, draw=draw)["held"] < 0.985
+
+
+@pytest.mark.parametrize("draw", [normal, skewed])
+@pytest.mark.parametrize("worse", [0.0, 0.1])
+def test_a_joint_interval_holds_the_true_ratio(worse, draw):
+    for seeds, runs in ((10, 10), (5, 3)):
+        assert 0.93 < trials(seeds, runs, 0.15, worse, 8, draw)["held"] < 0.985
+
+
+def test_what_a_joint_ratio_finds():
+    """METHODS.md has it as a table."""
+    page = (ROOT / "benchmark/METHODS.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (\d+) and (\d+) \| (\d+) % \| (\d+) % \| (\d+) % \| (\d+) % \|$", page, re.MULTILINE
+    )
+    assert len(rows) >= 4
+    for seeds, runs, spread, *shares in rows:
+        for worse, share in zip((0, 0.05, 0.1), shares, strict=True):
+            found = trials(int(seeds), int(runs), int(spread) / 100, worse, tasks=8)
+            said = 100 * found["matches" if worse == 0 else "below"]
+            assert said == pytest.approx(float(share), abs=3), (seeds, runs, spread, worse)
+
+
+def test_a_ratio_by_hand():
+    """Ways of 8 and 10, standard errors of 1 and 0.5."""
+    ours = runs_of("we", "", np.array([9.0, 11.0]))  # deviation 2 ** 0.5, so a standard error of 1
+    theirs = Runs("they", "", 12.0, 0.5 * 3**0.5, 4)  # deviation 1 with 3 in the denominator
+    found = ratio(ours, theirs, random=2.0)
+    a, b = 1 / 8**2, 0.25 / 10**2
+    assert np.exp(found.log) == pytest.approx(0.8) and found.variance == pytest.approx(a + b)
+    assert found.freedom == pytest.approx((a + b) ** 2 / (a**2 / 1 + b**2 / 3))
+    middle, low, high = found.interval
+    assert low * high == pytest.approx(middle**2) and low < 0.8 < high
+    ten = Ratio(np.log(0.9), 0.01**2, 10.0).interval  # 2.228 is the quantile of 10 degrees of freedom
+    assert ten == pytest.approx((0.9, 0.9 * np.exp(-0.02228), 0.9 * np.exp(0.02228)), rel=1e-4)
+
+
+def test_a_joint_ratio_by_hand():
+    found = joint([Ratio(0.2, 0.04, 5.0), Ratio(-0.1, 0.09, 8.0)])
+    assert (found.log, found.variance) == pytest.approx((0.05, 0.13 / 4))
+    assert found.freedom == pytest.approx(0.13**2 / (0.04**2 / 5 + 0.09**2 / 8))
+
+
+def test_pooled_runs_are_as_if_they_had_been_drawn_together():
+    rng = np.random.default_rng(0)
+    parts = [rng.normal(size=3), rng.normal(1, 2, size=6), rng.normal(size=10)]
+    found = pool([runs_of("", "", part) for part in parts])
+    together = runs_of("", "", np.concatenate(parts))
+    assert (found.mean, found.spread, found.runs) == pytest.approx((together.mean, together.spread, 19))
+
+
+def test_a_band_of_unknown_kind_is_read_as_a_standard_error():
+    known, unknown = Runs("a", "", 1.0, 0.3, 6), Runs("a", "", 1.0, 0.3, 6, is_std=False)
+    assert known.deviation == pytest.approx(0.3 * (6 / 5) ** 0.5)
+    assert unknown.deviation == pytest.approx(0.3 * 6**0.5)
+
+
+def test_no_ratio_where_random_actions_are_as_good():
+    good, bad = runs_of("", "", np.array([5.0, 6.0])), runs_of("", "", np.array([1.0, 2.0]))
+    assert ratio(good, bad, random=2.0) is None and ratio(bad, good, random=2.0) is None
+    assert ratio(good, good, random=2.0) is not None
+
+
+def test_one_run_has_a_ratio_without_an_interval():
+    one, many = runs_of("", "", np.array([5.0])), runs_of("", "", np.array([10.0, 10.0]))
+    middle, low, high = ratio(one, many, random=0.0).interval
+    assert middle == 0.5 and np.isnan([low, high]).all() and word(low, high) == ""
+    same = ratio(many, many, random=0.0)
+    assert same.interval == (1, 1, 1)
 
 
 @pytest.mark.parametrize(
-    "seeds, runs, ours", [(5, 3, 1.0), (10, 3, 1.0), (10, 3, 5.0), (10, 3, 0.2), (5, 6, 1.0)]
+    "low, high, said",
+    [(0.91, 1.09, "matches"), (0.91, 0.99, "matches"), (0.89, 0.99, "below"), (1.01, 1.2, "above")]
+    + [(0.89, 1.01, "open"), (0.99, 1.11, "open"), (0.5, 0.6, "below")],
 )
-def test_the_interval_holds_the_true_difference(seeds, runs, ours):
-    _, low, high = trials(seeds, runs=runs, ours=ours).T
-    assert 0.92 < ((low <= 0) & (high >= 0)).mean() < 0.97  # Welch's, of so few runs, is a little too narrow
+def test_words(low, high, said):
+    assert word(low, high) == said
 
 
-def test_safe_degrees_of_freedom_find_less(monkeypatch):
-    """verdict.py says how often those of the side with fewer runs find what Welch's find."""
-    found = words(10, 2, shift=-2)["lower"]
-    quantiles = SimpleNamespace(ppf=lambda p, freedom: t.ppf(p, 2))  # of 10 seeds and 3 runs
-    monkeypatch.setattr(benchmark.verdict, "t", quantiles)
-    safe = words(10, 2, shift=-2)
-    page = " ".join(benchmark.verdict.__doc__.split())
-    less, more = re.search(
-        r"10 seeds against 2 sources (\d+) % of the time instead of (\d+) %", page
-    ).groups()
-    assert 100 * safe["lower"] == pytest.approx(float(less), abs=2.5) and safe["all"] > 0.99
-    assert 100 * found == pytest.approx(float(more), abs=2.5)
-
-
-def test_the_interval_of_skewed_returns():
-    """It holds the difference a little less often, and mostly lies below it where it does not."""
-    _, low, high = trials(10, draw=skewed).T
-    assert 0.91 < ((low <= 0) & (high >= 0)).mean() < 0.97
-    assert 0.055 < (high < 0).mean() < 0.085 and (low > 0).mean() < 0.02
-
-
-def test_a_band_of_unknown_kind_is_no_narrower_than_a_deviation():
-    """Read as a standard error; if it is one, the interval has its coverage."""
-    _, low, high = trials(10, runs=6, is_std=False).T
-    assert 0.935 < ((low <= 0) & (high >= 0)).mean() < 0.97
-    wide = difference(np.arange(10.0), Published("they", "", 5.0, 2.0, 6, is_std=False))
-    narrow = difference(np.arange(10.0), Published("they", "", 5.0, 2.0, 6))
-    assert wide[1] < narrow[1] < narrow[2] < wide[2]
-
-
-def test_more_variance_of_ours_makes_agreement_harder():
-    """It made it easier, when the whole interval of ours had to lie below theirs to be called short."""
-    shares = [words(10, 1, spread=0.02, ours=ours).get("equal", 0) for ours in (1, 2, 4)]
-    assert shares == sorted(shares, reverse=True) and shares[0] > 0.5 > shares[-1] + 0.3
-
-
-def test_less_variance_of_ours_than_of_theirs_makes_agreement_harder_too():
-    """As the degrees of freedom fall to those of three runs; so noise of ours does not beat agreement."""
-    shares = [words(10, 2, spread=0.015, ours=ours).get("equal", 0) for ours in (0.01, 0.5, 1)]
-    assert shares == sorted(shares) and shares[0] < 0.55 and shares[-1] < 0.75
-
-
-@pytest.mark.parametrize("sources", [1, 2, 4, 6])
-@pytest.mark.parametrize("seeds", [5, 10])
-def test_more_sources_do_not_make_a_good_script_lower(seeds, sources):
-    """When the highest of them alone judged, 13 % of good scripts were lower than it, of six sources."""
-    shares = words(seeds, sources)
-    assert 0.01 < shares["lower"] < 0.055 and 0.89 < shares["all"] < 0.97
-
-
-def test_where_the_intervals_hold_least():
-    """Of less spread than theirs, and, for a good script, of skewed returns."""
-    assert 0.87 < words(10, 4, ours=0.3)["all"] < 0.9
-    assert words(5, 4, ours=3)["all"] < 0.985
-    for sources in (1, 2, 4):
-        assert 0.055 < words(10, sources, draw=skewed)["lower"] < 0.085
-    assert words(10, 2, draw=skewed, ours=0.3)["lower"] > 0.15
-
-
-def test_what_more_seeds_can_decide():
-    """RESULTS.md says which intervals infinitely many seeds of ours would leave."""
+def test_what_a_referee_found_with_the_same_runs():
+    """Four tasks of an earlier build beside CleanRL of the same version: 1.01 [0.90, 1.13]."""
+    theirs = [(1576, 276.4, 10, 1442.64, 46.03, -283.5), (1852, 559.9, 10, 2382.86, 271.74, 19.82)]
+    theirs += [(3087, 490.5, 10, 2287.95, 571.78, 2.62), (885.5, 84.6, 5, 963.09, 22.2, 6.14)]
     found = []
-    for suite in ("classic", "mujoco"):
-        for row in SUITES[suite]:
-            result = compare.load(suite, row, compare.Args())
-            theirs = [compare.published(target, row.steps, True) for target in row.targets if result]
-            theirs = [x for x in theirs if x.error]
-            if theirs:
-                decides, *_ = verdict(result.at(row.steps), theirs)
-                many = result.at(row.steps).mean() + np.tile([-1e-3, 1e-3], 10**6)
-                _, low, high = difference(many, decides, 1 - 0.05 / len(theirs))
-                found.append(((high - low) / 2, row.script, row.task))
-    page = " ".join((ROOT / "benchmark/RESULTS.md").read_text(encoding="utf-8").split())
-    (least, task, script, most, other) = re.search(
-        r"of ±([\d.]+) % \((\w+), `(\w+)`\) to ±(\d+) % \((\w+)\)", page
-    ).groups()
-    assert min(found)[1:] == (script, f"{task}-v1") and max(found)[2] == f"{other}-v4"
-    assert min(found)[0] == pytest.approx(float(least), abs=0.05)
-    assert max(found)[0] == pytest.approx(float(most), abs=0.5)
+    for mean, deviation, seeds, other, spread, random in theirs:
+        ours = Runs("we", "", mean, deviation * ((seeds - 1) / seeds) ** 0.5, seeds)
+        found.append(ratio(ours, Runs("they", "", other, spread, 3), random))
+    middle, low, high = joint(found).interval
+    assert middle == pytest.approx(1.01, abs=0.005) and low < 0.9 and 1.13 < high < 1.2
 
 
-def test_a_worse_script_is_found_as_often_as_the_page_says():
-    page = " ".join((ROOT / "benchmark/RESULTS.md").read_text(encoding="utf-8").split())
-    found = re.findall(
-        r"(\w+) deviations? worse is called (\w+) ((?:\d+ % .*?sources?(?:, | and |;|\.))+)", page
-    )
-    cases = [
-        (dict(one=-1, two=-2)[shift], said, *map(int, numbers))
-        for shift, said, text in found
-        for numbers in re.findall(r"(\d+) % of the time with (\d+) seeds against (\d+) source", text)
-    ]
-    assert len(cases) == 7
-    for shift, said, percent, seeds, sources in cases:
-        spread = 0.01 if said == "equal" else 0.1
-        share = words(seeds, sources, shift, spread, trials=5000)[said]
-        assert abs(100 * share - percent) < 2, (share, shift, said, seeds, sources)  # 0.5 of it: rounding
-
-
-def test_the_source_that_decides():
-    """One that says lower, else the highest; higher is only what is higher than all."""
-    ours = np.linspace(95, 105, 10)
-    narrow = Published("narrow", "", 130.0, 1.0, 3)
-    wide, low = Published("wide", "", 200.0, 150.0, 3), Published("low", "", 50.0, 1.0, 3)
-    assert verdict(ours, [wide])[2] == "inconclusive"
-    assert verdict(ours, [wide, narrow])[::2] == (narrow, "lower")
-    assert verdict(ours, [wide, low])[::2] == (wide, "inconclusive")
-    assert verdict(ours, [low])[::2] == (low, "higher")
-    assert verdict(ours, [low, Published("wide", "", 40.0, 60.0, 3)])[::2] == (low, "inconclusive")
-    one, two = (verdict(ours, [narrow, *more])[1] for more in ([], [wide]))
-    assert one[0] == two[0] and two[1] < one[1] < one[2] < two[2]  # two intervals hold at once
-
-
-def test_words():
-    for interval, said in (
-        ((-4.9, 3), "equal within 4.9 %"),
-        ((1, 2.01), "equal within 2.1 %"),
-        ((0, 0), "equal within 0.1 %"),
-        ((1, MARGIN + 1), "higher"),
-        ((-30, -1), "lower"),
-        ((-30, 1), "inconclusive"),
-        ((-MARGIN - 1, MARGIN + 1), "inconclusive"),
-    ):
-        assert word(*interval) == said
-
-
-def test_an_interval_by_hand():
-    """Welch's: variances of the means of 1 and 4, with 4 and 2 degrees of freedom."""
-    ours = np.array([8.0, 9, 10, 11, 12]) * np.sqrt(2)  # variance 5: the mean's is 1
-    theirs = Published("they", "", 20.0, 2 * np.sqrt(2), 3)  # the mean's variance is 8 / 2
-    middle, low, high = difference(ours, theirs)
-    freedom = (1 + 4) ** 2 / (1 / 4 + 16 / 2)
-    assert middle == pytest.approx(100 * (10 * np.sqrt(2) - 20) / 20)
-    assert freedom == pytest.approx(3.03, abs=0.01)
-    assert (high - low) / 2 == pytest.approx(100 * 3.165 * 5**0.5 / 20, rel=0.002)  # t is 3.182 for 3
-
-
-def test_more_is_better_where_returns_are_negative_too():
-    better, worse = (
-        difference(np.linspace(x - 1, x + 1, 5), Published("they", "", -80.0, 1.0, 3)) for x in (-70, -90)
-    )
-    assert better[0] == pytest.approx(12.5) and better[1] > 0 > worse[2] and worse[0] == pytest.approx(-12.5)
-
-
-def test_no_spread_no_interval():
-    assert (
-        Published("they", "", 1.0, None, 1).error is None and Published("they", "", 1.0, 0.5, 1).error is None
-    )
-    same = difference(np.full(5, -200.0), Published("they", "", -200.0, 0.0, 3))
-    assert same == (0, 0, 0)
+def test_the_joint_ratio_of_the_page_is_that_of_its_rows():
+    rows = [(row, compare.load("mujoco", row, compare.Args())) for row in SUITES["mujoco"]]
+    logs = []
+    for row, result in rows:
+        if row.is_comparable and result and not result.is_cut:
+            (target,) = [x for x in row.targets if (x.by, x.env_id) == ("CleanRL", row.task)] or [None]
+            random = compare.random_returns()[row.task]
+            if target:
+                logs.append(np.log((result.at(result.reached).mean() - random) / (target.mean - random)))
+    lines = compare.joint_lines(rows)
+    (line,) = [line for line in lines if "by CleanRL, published" in line]
+    assert f"{len(logs)} tasks together: **{np.exp(np.mean(logs)):.2f} [" in line
 
 
 def test_interquartile_mean():
-    assert iqm(np.array([1.0, 2, 3, 4, 5, 6, 7, 100])) == 4.5
+    assert iqm(np.array([0.0, 1, 2, 3, 100])) == 2 and iqm(np.arange(10.0)) == np.arange(2, 8).mean()
