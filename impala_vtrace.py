@@ -265,7 +265,7 @@ class Group:
 
 
 class Categorical:
-    """Distribution over the last axis of logits, without the checks that make torch.distributions slow."""
+    """torch.distributions.Categorical over the last axis of logits, with only what is used here: faster."""
 
     def __init__(self, logits: Tensor):
         self.logprobs = logits.log_softmax(-1)
@@ -670,7 +670,7 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
     if len(envs.single_observation_space.shape) == 1:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
     agent = Agent(envs, args).to(device)
-    # All parameters become views of one vector, and their gradients of its gradient: clipping, Adam and the
+    # Parameters become views of one vector, and their gradients of another: clipping, the optimizer and the
     # sum over processes are then one operation each. From here on, the agent cannot move to another device.
     flat = flatten(agent.parameters())
     lr = torch.tensor(args.learning_rate, device=device)  # a tensor, or annealing would recompile
@@ -760,11 +760,11 @@ def evaluate(args: Args) -> list[float]:
     all_returns = []
     for env_id in args.env_ids:
         (group, agent), returns = load_agent(args, env_id), []
-        group.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # training's are below
+        group.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # above training's seeds
         if group.row["obs"].ndim == 2:
             torch.set_num_threads(1)  # the networks are small: a second thread only costs
         state = agent.initial_state(1)
-        for _ in evaluation_steps(args, returns):  # until there are enough returns
+        for _ in evaluation_steps(args, returns):  # until returns has args.eval_episodes
             dist, _, state = agent(tensors(group.row, args), state)
             group.send(dist.sample()[0].cpu().numpy())
             _, episodes = group.receive()

@@ -906,7 +906,8 @@ def train(args: Args) -> Path:
         flat.grad.zero_()  # in place, as the parameters' gradients are views of it
         loss.backward()
         if WORLD_SIZE > 1:  # averaged over the processes of torchrun
-            torch.distributed.all_reduce(flat.grad.div_(WORLD_SIZE))
+            flat.grad.div_(WORLD_SIZE)
+            torch.distributed.all_reduce(flat.grad)  # sums in place
         norm = flat.grad.norm()
         flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
         optimizer.step()
@@ -991,7 +992,7 @@ def evaluate(args: Args) -> list[float]:
     seed = args.seed + args.total_timesteps + args.num_envs  # no seed of training
     actor.reset(seed)
     rng = np.random.default_rng(seed)
-    for _ in evaluation_steps(args, returns):  # until there are enough returns
+    for _ in evaluation_steps(args, returns):  # until returns has args.eval_episodes
         _, episodes, _ = actor.step(np.full(1, args.eval_epsilon), rng)
         returns += [episode["charts/episodic_return"] for episode in episodes]
     actor.envs.close()

@@ -82,7 +82,7 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # clip of the global gradient norm
-    target_kl: float | None = None  # stop after an epoch whose last minibatch has a KL divergence above this
+    target_kl: float | None = None  # end an update after an epoch whose last minibatch has a KL above this
 
     # run
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"  # where the networks run
@@ -251,7 +251,7 @@ class Group:
 
 
 class Categorical:
-    """Distribution over the last axis of logits, without the checks that make torch.distributions slow."""
+    """torch.distributions.Categorical over the last axis of logits, with only what is used here: faster."""
 
     def __init__(self, logits: Tensor):
         self.logprobs = logits.log_softmax(-1)
@@ -357,8 +357,9 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args:
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss  # detail 10: overall loss
     metrics = dict(policy_loss=pg_loss.detach(), value_loss=v_loss.detach(), entropy=entropy.detach())
     with torch.no_grad():  # detail 12: debug variables; KL as in http://joschu.net/blog/kl-approx.html
-        metrics |= dict(old_approx_kl=-logratio.mean(), approx_kl=(ratio - 1 - logratio).mean())
-        metrics |= dict(clipped=(ratio - 1).abs() > clip)  # of each sample
+        metrics["old_approx_kl"] = -logratio.mean()
+        metrics["approx_kl"] = (ratio - 1 - logratio).mean()
+        metrics["clipped"] = (ratio - 1).abs() > clip  # of each sample
         if args.decoupled:  # from the policies that acted to the recent one; the others are from that one on
             metrics |= dict(behavior_kl=(weight_logratio.exp() - 1 - weight_logratio).mean())
     return loss, metrics
@@ -544,13 +545,14 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
     if len(envs.single_observation_space.shape) == 1:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
     agent = Agent(envs, args).to(device)
-    # All parameters become views of one vector, and their gradients of its gradient: clipping, Adam and the
+    # Parameters become views of one vector, and their gradients of another: clipping, the optimizer and the
     # sum over processes are then one operation each. From here on, the agent cannot move to another device.
     flat = flatten(agent.parameters())
-    # lr and clip are tensors for --compile: it would recompile for each new number
+    # lr and clip are tensors for --compile: it would recompile for each new number.
+    # A fork that does not need all this takes Adam(agent.parameters()) and clip_grad_norm_().
     lr, clip = (torch.tensor(x, device=device) for x in (args.learning_rate, args.clip_coef))
     optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True)  # detail 3: epsilon
-    run = Run(args, dict(version=0), agent=agent, optimizer=optimizer)  # its folder, logs and checkpoints
+    run = Run(args, dict(version=0), agent=agent, optimizer=optimizer)  # folder, logs, checkpoints
     optimizer.param_groups[0]["lr"] = lr  # loading may have replaced it
     version = run.numbers["version"]  # updates that took place
 
@@ -662,11 +664,12 @@ def load_agent(args: Args) -> tuple[Group, Agent]:
 def evaluate(args: Args) -> list[float]:
     """Returns of full episodes of a run's agent, which samples as in training. args: those of the run."""
     seed_all(args.seed)
-    (group, agent), returns = load_agent(args), []
-    group.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # training's are below
+    group, agent = load_agent(args)
+    returns = []
+    group.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # above training's seeds
     if group.row["obs"].ndim == 2:
         torch.set_num_threads(1)  # the networks are small: a second thread only costs
-    for _ in evaluation_steps(args, returns):  # until there are enough returns
+    for _ in evaluation_steps(args, returns):  # until returns has args.eval_episodes
         dist, _ = agent(torch.as_tensor(group.row["obs"], device=args.device))
         group.send(dist.sample().cpu().numpy())
         _, episodes = group.receive()

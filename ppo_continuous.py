@@ -61,7 +61,7 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # clip of the global gradient norm
-    target_kl: float | None = None  # stop after an epoch whose last minibatch has a KL divergence above this
+    target_kl: float | None = None  # end an update after an epoch whose last minibatch has a KL above this
 
     # run
     device: Literal["cpu", "cuda"] = "cpu"  # where the networks run
@@ -164,10 +164,12 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
             env = gym.wrappers.RecordVideo(
                 env, str(video_dir), episode_trigger=lambda n: n < args.eval_episodes
             )
-        return gym.wrappers.RecordEpisodeStatistics(env)  # what is logged: change rewards outside of it
+        env = gym.wrappers.RecordEpisodeStatistics(env)  # these returns are logged, and those of --evaluate
+        return env  # wrappers that change what is learned from, not what is logged, come here
 
     same_step = gym.vector.AutoresetMode.SAME_STEP
-    try:  # detail 1: vectorized architecture. Slow environments gain from AsyncVectorEnv.
+    try:
+        # detail 1: vectorized architecture. Slow environments gain from AsyncVectorEnv.
         # without copies of observations, as NormalizedEnvs makes new arrays
         envs = gym.vector.SyncVectorEnv([make] * num_envs, copy=False, autoreset_mode=same_step)
     except (gym.error.Error, ImportError, TypeError) as error:
@@ -255,7 +257,7 @@ def compute_gae(rewards, values, dones, next_value, gamma: float, lam: float) ->
 
 
 def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args: Args) -> tuple[Tensor, dict]:
-    """Loss of a minibatch of tensors (M, ...), and the diagnostics to log."""
+    """Loss of a minibatch of tensors (M, ...), and the diagnostics to log. clip: the clip range, annealed."""
     dist, value = agent(batch["obs"])
     logratio = dist.log_prob(batch["actions"]) - batch["logprobs"]
     ratio, advantages = logratio.exp(), batch["advantages"]
@@ -274,8 +276,9 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args:
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss  # detail 10: overall loss
     metrics = dict(policy_loss=pg_loss.detach(), value_loss=v_loss.detach(), entropy=entropy.detach())
     with torch.no_grad():  # detail 12: debug variables; KL as in http://joschu.net/blog/kl-approx.html
-        metrics |= dict(old_approx_kl=-logratio.mean(), approx_kl=(ratio - 1 - logratio).mean())
-        metrics |= dict(clipfrac=((ratio - 1).abs() > clip).float().mean())
+        metrics["old_approx_kl"] = -logratio.mean()
+        metrics["approx_kl"] = (ratio - 1 - logratio).mean()
+        metrics["clipfrac"] = ((ratio - 1).abs() > clip).float().mean()
     return loss, metrics
 
 
@@ -289,13 +292,14 @@ def train(args: Args) -> Path:
     T, N, device = args.num_steps, args.num_envs // WORLD_SIZE, args.device
     envs = make_env(args, N)
     agent = Agent(envs).to(device)
-    # All parameters become views of one vector, and their gradients of its gradient: clipping, Adam and the
+    # Parameters become views of one vector, and their gradients of another: clipping, the optimizer and the
     # sum over processes are then one operation each. From here on, the agent cannot move to another device.
     flat = flatten(agent.parameters())
-    # lr and clip are tensors, and Adam is capturable, for --compile: it would recompile for each new number
+    # lr and clip are tensors, and Adam is capturable, for --compile: it would recompile for each new number.
+    # A fork that does not need all this takes Adam(agent.parameters()) and clip_grad_norm_().
     lr, clip = (torch.tensor(x, device=device) for x in (args.learning_rate, args.clip_coef))
     optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True, capturable=True)  # detail 3: epsilon
-    run = Run(args, agent=agent, optimizer=optimizer)  # its folder, logs and checkpoints; --resume loads
+    run = Run(args, agent=agent, optimizer=optimizer)  # folder, logs, checkpoints; --resume loads both
     optimizer.param_groups[0]["lr"] = lr  # loading may have replaced it
 
     @torch.inference_mode()
@@ -307,19 +311,21 @@ def train(args: Args) -> Path:
         loss, metrics = ppo_loss(agent, batch, clip, args)
         loss.backward()
         if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients, averaged over the processes of torchrun
-            torch.distributed.all_reduce(flat.grad.div_(WORLD_SIZE))
+            flat.grad.div_(WORLD_SIZE)
+            torch.distributed.all_reduce(flat.grad)  # sums in place
         norm = flat.grad.norm()  # detail 11: clipping of the global gradient norm
         flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
         optimizer.step()
         return metrics | dict(grad_norm=norm)
 
-    act, update = compiled(act, args), compiled(update, args)  # as they are without --compile
+    act, update = compiled(act, args), compiled(update, args)  # unchanged without --compile
     obs = np.zeros((T, *envs.observation_space.shape), np.float32)
     actions = np.zeros((T, *envs.action_space.shape), envs.action_space.dtype)
     rewards = np.zeros((T, N), np.float32)
     dones = np.zeros((T, N), np.float32)
     next_obs, _ = envs.reset(seed=run.seed)  # args.seed, shifted by process and by the steps before --resume
-    # Those that are left. Each begins with a seed of its own, and ends with a checkpoint if one is due.
+    # Iterations that are left: each begins with a seed of its own, so that a resumed run draws what it would
+    # have drawn, and ends with a checkpoint if one is due.
     for iteration in run.iterations():
         frac = 1 - iteration / args.num_iterations
         lr.fill_(args.learning_rate * (frac if args.anneal_lr else 1))  # detail 4: learning rate annealing
@@ -333,14 +339,15 @@ def train(args: Args) -> Path:
             dones[t] = terminated | truncated
             run.count_steps(args.num_envs, info)  # of all processes; notes the episodes that ended
             if args.bootstrap_truncated and (cut := truncated & ~terminated).any():  # not in the paper
-                _, value = agent(torch.as_tensor(np.stack(info["final_obs"][cut]), device=device))
+                final_obs = np.stack(info["final_obs"][cut])  # next_obs is the next episode's first
+                _, value = agent(torch.as_tensor(final_obs, device=device))
                 rewards[t, cut] += args.gamma * value.detach().cpu().numpy()
         envs.merge_statistics()
 
         # 2. log-probabilities, values and advantages
         batch = dict(obs=torch.as_tensor(obs, device=device), actions=torch.as_tensor(actions, device=device))
         with torch.no_grad():
-            dist, batch["values"] = agent(batch["obs"])  # the whole rollout in one pass
+            dist, batch["values"] = agent(batch["obs"])
             batch["logprobs"] = dist.log_prob(batch["actions"])
             _, next_value = agent(torch.as_tensor(next_obs, device=device))
         values, next_value = batch["values"].cpu().numpy(), next_value.cpu().numpy()
@@ -364,7 +371,7 @@ def train(args: Args) -> Path:
         metrics["clipfrac"] = torch.stack(clipfracs).mean()  # the others are those of the last minibatch
         explained = 1 - batch["advantages"].var() / batch["returns"].var()  # advantages: returns - values
         scalars = {"losses/explained_variance": explained, "charts/learning_rate": lr}
-        # logs metrics as losses/...; one that is not finite ends the run, which names such arrays, too
+        # Logs metrics as losses/...; where one is not finite, the run ends and names the arrays that are not.
         run.log(metrics, scalars, observations=obs, rewards=rewards, values=values)
     envs.close()
     return run.folder
@@ -385,9 +392,10 @@ def load_agent(args: Args) -> tuple[gym.vector.VectorEnv, Agent]:
 def evaluate(args: Args) -> list[float]:
     """Returns of full episodes of a run's agent, which samples as in training. args: those of the run."""
     seed_all(args.seed)
-    (envs, agent), returns = load_agent(args), []
-    obs, _ = envs.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # training's are below
-    for _ in evaluation_steps(args, returns):  # until there are enough returns
+    envs, agent = load_agent(args)
+    returns = []
+    obs, _ = envs.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # above training's seeds
+    for _ in evaluation_steps(args, returns):  # until returns has args.eval_episodes
         dist = agent.policy(torch.as_tensor(obs, device=args.device))
         obs, _, _, _, info = envs.step(dist.sample().cpu().numpy())
         returns += [episode["charts/episodic_return"] for episode in ended_episodes(info)]

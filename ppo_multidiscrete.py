@@ -67,7 +67,7 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # clip of the global gradient norm
-    target_kl: float | None = None  # stop after an epoch whose last minibatch has a KL divergence above this
+    target_kl: float | None = None  # end an update after an epoch whose last minibatch has a KL above this
 
     # run
     device: Literal["cpu", "cuda"] = "cpu"  # where the networks run
@@ -170,10 +170,12 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
             env = gym.wrappers.RecordVideo(
                 env, str(video_dir), episode_trigger=lambda n: n < args.eval_episodes
             )
-        return gym.wrappers.RecordEpisodeStatistics(env)  # what is logged: change rewards outside of it
+        env = gym.wrappers.RecordEpisodeStatistics(env)  # these returns are logged, and those of --evaluate
+        return env  # wrappers that change what is learned from, not what is logged, come here
 
     same_step = gym.vector.AutoresetMode.SAME_STEP
-    try:  # detail 1: vectorized architecture. Slow environments gain from AsyncVectorEnv.
+    try:
+        # detail 1: vectorized architecture. Slow environments gain from AsyncVectorEnv.
         envs = gym.vector.SyncVectorEnv([make] * num_envs, autoreset_mode=same_step)
     except (gym.error.Error, ImportError, TypeError) as error:
         fail_to_make(args.env_id, error)
@@ -205,7 +207,7 @@ def offered_masks(args: Args, envs: gym.vector.VectorEnv, info: dict) -> Tensor:
 
 
 class Categorical:
-    """Distribution over the last axis of logits, without the checks that make torch.distributions slow."""
+    """torch.distributions.Categorical over the last axis of logits, with only what is used here: faster."""
 
     def __init__(self, logits: Tensor):
         self.logprobs = logits.log_softmax(-1)
@@ -318,7 +320,7 @@ def compute_gae(rewards, values, dones, next_value, gamma: float, lam: float) ->
 
 
 def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args: Args) -> tuple[Tensor, dict]:
-    """Loss of a minibatch of tensors (M, ...), and the diagnostics to log."""
+    """Loss of a minibatch of tensors (M, ...), and the diagnostics to log. clip: the clip range, annealed."""
     dist, value = agent(batch["obs"], batch["masks"])
     logratio = dist.log_prob(batch["actions"]) - batch["logprobs"]
     ratio, advantages = logratio.exp(), batch["advantages"]
@@ -337,8 +339,9 @@ def ppo_loss(agent: Agent, batch: dict[str, Tensor], clip: float | Tensor, args:
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss  # detail 10: overall loss
     metrics = dict(policy_loss=pg_loss.detach(), value_loss=v_loss.detach(), entropy=entropy.detach())
     with torch.no_grad():  # detail 12: debug variables; KL as in http://joschu.net/blog/kl-approx.html
-        metrics |= dict(old_approx_kl=-logratio.mean(), approx_kl=(ratio - 1 - logratio).mean())
-        metrics |= dict(clipfrac=((ratio - 1).abs() > clip).float().mean())
+        metrics["old_approx_kl"] = -logratio.mean()
+        metrics["approx_kl"] = (ratio - 1 - logratio).mean()
+        metrics["clipfrac"] = ((ratio - 1).abs() > clip).float().mean()
     return loss, metrics
 
 
@@ -352,13 +355,14 @@ def train(args: Args) -> Path:
     T, N, device = args.num_steps, args.num_envs // WORLD_SIZE, args.device
     envs = make_env(args, N)
     agent = Agent(envs).to(device)
-    # All parameters become views of one vector, and their gradients of its gradient: clipping, Adam and the
+    # Parameters become views of one vector, and their gradients of another: clipping, the optimizer and the
     # sum over processes are then one operation each. From here on, the agent cannot move to another device.
     flat = flatten(agent.parameters())
-    # lr and clip are tensors, and Adam is capturable, for --compile: it would recompile for each new number
+    # lr and clip are tensors, and Adam is capturable, for --compile: it would recompile for each new number.
+    # A fork that does not need all this takes Adam(agent.parameters()) and clip_grad_norm_().
     lr, clip = (torch.tensor(x, device=device) for x in (args.learning_rate, args.clip_coef))
     optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True, capturable=True)  # detail 3: epsilon
-    run = Run(args, agent=agent, optimizer=optimizer)  # its folder, logs and checkpoints; --resume loads
+    run = Run(args, agent=agent, optimizer=optimizer)  # folder, logs, checkpoints; --resume loads both
     optimizer.param_groups[0]["lr"] = lr  # loading may have replaced it
 
     @torch.no_grad()
@@ -370,13 +374,14 @@ def train(args: Args) -> Path:
         loss, metrics = ppo_loss(agent, batch, clip, args)
         loss.backward()
         if WORLD_SIZE > 1:  # auxiliary detail 2: parallel gradients, averaged over the processes of torchrun
-            torch.distributed.all_reduce(flat.grad.div_(WORLD_SIZE))
+            flat.grad.div_(WORLD_SIZE)
+            torch.distributed.all_reduce(flat.grad)  # sums in place
         norm = flat.grad.norm()  # detail 11: clipping of the global gradient norm
         flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
         optimizer.step()
         return metrics | dict(grad_norm=norm)
 
-    act, update = compiled(act, args), compiled(update, args)  # as they are without --compile
+    act, update = compiled(act, args), compiled(update, args)  # unchanged without --compile
     nvec = envs.single_action_space.nvec
     obs = torch.zeros((T, *envs.observation_space.shape), device=device)
     actions = torch.zeros((T, N, len(nvec)), dtype=torch.int64, device=device)
@@ -430,7 +435,7 @@ def train(args: Args) -> Path:
         metrics["clipfrac"] = torch.stack(clipfracs).mean()  # the others are those of the last minibatch
         explained = 1 - batch["advantages"].var() / batch["returns"].var()  # advantages: returns - values
         scalars = {"losses/explained_variance": explained, "charts/learning_rate": lr}
-        # logs metrics as losses/...; one that is not finite ends the run, which names such arrays, too
+        # Logs metrics as losses/...; where one is not finite, the run ends and names the arrays that are not.
         run.log(metrics, scalars, observations=obs, rewards=rewards, values=values)
     envs.close()
     return run.folder
@@ -451,9 +456,10 @@ def load_agent(args: Args) -> tuple[gym.vector.VectorEnv, Agent]:
 def evaluate(args: Args) -> list[float]:
     """Returns of full episodes of a run's agent, which samples as in training. args: those of the run."""
     seed_all(args.seed)
-    (envs, agent), returns = load_agent(args), []
-    obs, info = envs.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # training's are below
-    for _ in evaluation_steps(args, returns):  # until there are enough returns
+    envs, agent = load_agent(args)
+    returns = []
+    obs, info = envs.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # above training's seeds
+    for _ in evaluation_steps(args, returns):  # until returns has args.eval_episodes
         mask = offered_masks(args, envs, info)
         action, *_ = agent.act(torch.as_tensor(obs, device=args.device), mask)
         obs, _, _, _, info = envs.step(action.cpu().numpy())

@@ -8,7 +8,7 @@ A row has each seed's mean of its last 100 training episodes, at the last step t
 stands beside three groups of runs: CleanRL's own script run here (published/cleanrl/), what CleanRL published
 of the same version of the task, and all that was published, pooled. verdict.py says what the ratios and words
 are; a row that was cut has "cut" for a word, one with seeds of several builds or of an unknown one says that.
-A row that is below the first group that it has: exit code 1.
+A row that is below the first group that gives an interval: exit code 1.
 
 With a --total-timesteps in --flags nothing was published. Where a row was not run, but results of other flags
 are there, a line below the table names the flags.
@@ -262,6 +262,12 @@ def ratios(row: Row, result: Result) -> dict[str, Ratio | None]:
     }
 
 
+def first_ratio(row: Row, result: Result) -> Ratio | None:
+    """To the first group of runs that gives an interval, else to the first."""
+    found = [x for x in ratios(row, result).values() if x]
+    return next((x for x in found if np.isfinite(x.variance)), found[0] if found else None)
+
+
 def joint_lines(results: list[tuple[Row, Result | None]]) -> list[str]:
     """For each script and each group, the joint ratio over its tasks, where there are several."""
     lines = []
@@ -381,7 +387,7 @@ def summary(results: dict[str, list[tuple[Row, Result | None]]]) -> str:
     """A row for each script and task that CleanRL has, too, and the joint ratios.
 
     Means, deviations and numbers of runs; where ours were cut, all at their step. The last column has the
-    ratio to the first group of runs that is there.
+    ratio to the first group of runs that gives an interval.
     """
     head = "script|task|steps|ours (seeds)|CleanRL, run here|CleanRL, published|openai/baselines|ratio"
     lines = [head.split("|")]
@@ -398,8 +404,8 @@ def summary(results: dict[str, list[tuple[Row, Result | None]]]) -> str:
             found = [x for x in published_beside(row, result) if x.by in names]
             found = [x for x in found if x.env_id == row.task] or found
             cells.append(mean_and_runs(found[0], row) if found else "")
-        first = [x for x in ratios(row, result).values() if x][:1] if result else []
-        cells.append(said(first[0], "cut" if result.is_cut else None) if first else "")
+        first = first_ratio(row, result) if result else None
+        cells.append(said(first, "cut" if result.is_cut else None) if first else "")
         lines.append(cells)
     together = [line for pairs in results.values() for line in joint_lines(pairs)]
     return "\n\n".join(filter(None, (markdown(lines), "\n".join(together))))
@@ -557,10 +563,8 @@ def main():
                 steps = ", ".join(f"{step:.0f}" for step in result.first(args.reach))
                 print(f"{row.name()}: {args.reach:g} first at {steps}")
         for row, result in results[suite]:
-            firsts = (
-                [x for x in ratios(row, result).values() if x][:1] if result and not result.is_cut else []
-            )
-            is_below |= any(word(*x.interval[1:]) == "below" for x in firsts)
+            first = first_ratio(row, result) if result and not result.is_cut else None
+            is_below |= first is not None and word(*first.interval[1:]) == "below"
     if args.write:
         write(args, results)
     sys.exit(int(is_below))
