@@ -13,12 +13,14 @@ Of several runs with equal flags and seed the longest counts, of equally long on
 """
 
 import csv
+import gzip
 import html
 import io
 import os
 import re
 import signal
 import sys
+import zlib
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -35,7 +37,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmark import figures  # noqa: E402
-from benchmark.cli import csv_path, fail, read_csv, write_file  # noqa: E402
+from benchmark.cli import csv_path, fail, write_file  # noqa: E402
 from benchmark.compare import number  # noqa: E402
 from benchmark.export import replaceable  # noqa: E402
 from benchmark.run import read_table  # noqa: E402
@@ -157,9 +159,11 @@ def result_files(folder: Path) -> list[Path]:
 def read_result(path: Path) -> Run:
     """The run of a CSV of run.py, with what runs.csv says of it; ValueError says why there is none."""
     row = read_table(path.with_name("runs.csv"))[path.name.partition(".csv")[0]]
-    if not read_csv(path):
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+        lines = file.readlines()
+    if len(lines) < 2:
         raise ValueError("no episode")
-    episodes = np.loadtxt(path, delimiter=",", skiprows=1, usecols=range(4), ndmin=2)
+    episodes = np.loadtxt(lines, delimiter=",", skiprows=1, usecols=range(4), ndmin=2)
     episodes[:, 1] /= 60  # seconds; the others are step, return and length
     scalars = {"charts/episodic_return": episodes[:, :3], "charts/episodic_length": episodes[:, [0, 1, 3]]}
     options = Row(row["script"], row["env_id"], 0).options(row["command"].split(maxsplit=2)[2])
@@ -332,7 +336,7 @@ def summary_text(values: list[float], band: str) -> str:
 
 def results(groups: dict[str, list[Run]], metric: str, band: str) -> list[list[str]]:
     """Rows of cells, the head first."""
-    lines = [["script", "seeds", "steps", f"final {metric}", "steps/s", "hours"]]
+    lines = [["script", "seeds", "steps", f"final {metric}", "steps/s", "minutes"]]
     for label, runs in groups.items():
         final = [run.scalars[metric][-100:, 2].mean() for run in runs if metric in run.scalars]
         speed = [run.scalars["charts/SPS"][-1, 2] for run in runs if "charts/SPS" in run.scalars]
@@ -341,7 +345,7 @@ def results(groups: dict[str, list[Run]], metric: str, band: str) -> list[list[s
         cells.append(" to ".join(f"{end:,.0f}" for end in (ends[0], *ends[1:][-1:])))
         cells.append(summary_text(final, band) if final else "")
         cells.append(f"{np.mean(speed):,.0f}" if speed else "")
-        lines.append([*cells, f"{np.mean([run.end[1] for run in runs]) / 60:.3g}"])
+        lines.append([*cells, number(np.mean([run.end[1] for run in runs]))])
     return lines
 
 
@@ -356,7 +360,7 @@ def arguments(groups: dict[str, list[Run]]) -> list[list[str]]:
 def page(groups: dict, drawn: dict[str, list[Figure]], notes: list[str], args: Args) -> str:
     """One HTML page with everything in it."""
     said = f"Curves and finals: {BANDS[args.band]}, of each seed's last 100 {args.metric}. Thin lines: the "
-    said += "seeds. Hours and steps/s: mean over seeds, without pauses."
+    said += "seeds. Minutes and steps/s: mean over seeds, without pauses."
     parts = [f"<p>{html.escape(said)}", *(f"<br>{html.escape(note)}" for note in notes)]
     for env_id, labels in groups.items():
         main, *panels = map(figures.html_image, drawn[env_id])
@@ -446,7 +450,7 @@ def read_all(folders: tuple[Path, ...], metric: str) -> tuple[dict[str, dict[str
         for path in found:
             try:
                 runs[path] = read_result(path) if csvs else read(path)
-            except (OSError, ValueError) as error:
+            except (OSError, EOFError, ValueError, zlib.error) as error:  # one run is not to cost the page
                 notes.append(f"{path.name}: {error}")
     if not runs:
         fail("; ".join(notes) or "give run folders, such as runs/*")
