@@ -675,6 +675,8 @@ def save_checkpoint(run_dir: Path, args: Args, parts: dict, numbers: dict):
 def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Iterable[str] = ()) -> dict:
     """Reads what save_checkpoint() saved, with Args. Parts take on their state. Numbers must be there."""
     path = Path(run_dir) / "checkpoint.pt"
+    if not path.exists():
+        fail(f"there is no {path}")
     try:
         if damaged := ZipFile(path).testzip():  # torch.load compares no checksums
             raise ValueError(f"{damaged} is damaged")

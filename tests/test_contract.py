@@ -108,8 +108,8 @@ MISTAKES = [
     ("--rnd-max 0.5", "rnd_max must be at least 1"),
     ("--replay-steps 600 --learning-starts 600", "replay_steps must hold two sequences"),
     ("--learning-starts 500000", "learning_starts must be at most replay_steps"),
-    ("--resume nowhere", "nowhere/checkpoint.pt cannot be loaded"),
-    ("--evaluate nowhere", "nowhere/checkpoint.pt cannot be loaded"),
+    ("--resume nowhere", "there is no nowhere/checkpoint.pt"),
+    ("--evaluate nowhere", "there is no nowhere/checkpoint.pt"),
     ("--capture-video", "--evaluate"),
 ]
 
@@ -277,7 +277,7 @@ def test_vectors_of_bytes_are_vectors():
 def test_an_empty_name_is_no_run_folder(script, flag, monkeypatch, capsys):
     """As of a variable of the shell that is not set."""
     code = cli(script, flag, "", monkeypatch=monkeypatch)
-    assert_one_line_error(code, capsys, "checkpoint.pt cannot be loaded")
+    assert_one_line_error(code, capsys, "there is no checkpoint.pt")
     assert not os.listdir()
 
 
