@@ -857,10 +857,11 @@ def test_tables_of_the_pages_are_those_of_the_csvs():
     }
     for suite, table in shown:
         assert table == compare.section(suite, loaded[suite]), suite
+    summary = f"<!-- summary -->\n{compare.summary(loaded)}\n<!-- end of summary -->"
     for path in compare.SUMMARY:
-        assert f"<!-- summary -->\n{compare.summary(loaded)}\n<!-- end of summary -->" in path.read_text(
-            "utf-8"
-        )
+        assert summary in path.read_text(encoding="utf-8")
+    (middle,) = re.findall(r"by CleanRL, published, 6 tasks together: \*\*([\d.]+) ", summary)
+    assert f"have a joint ratio of {middle}." in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def found(suite, task, label="", script=None):
