@@ -25,7 +25,8 @@ from scipy import stats
 import benchmark.studies.maze  # noqa: F401  registers it
 import ngu_r2d2
 from benchmark import compare, figures, same
-from benchmark.run import COLUMNS, Args, Run, end_last_part, planned
+from benchmark.cli import csv_path, read_csv
+from benchmark.run import COLUMNS, Args, Run, end_last_part, planned, read_table
 from benchmark.studies import exploration
 from benchmark.suites import RENAMED, SUITES, Row, Target
 
@@ -900,6 +901,27 @@ def test_numbers_that_stand_in_no_table():
     impala = " ".join((ROOT / "docs/impala.md").read_text(encoding="utf-8").split())
     p_value = stats.ttest_ind(none.at(none.reached), vtrace.at(vtrace.reached), equal_var=False).pvalue
     assert f"(between `none` and V-trace, Welch's p is {p_value:.2f})" in impala
+
+
+def test_hours_to_a_score():
+    """The table of docs/atari.md has what the CSVs say, for every score that a run has reached."""
+    page, said = (ROOT / "docs/atari.md").read_text(encoding="utf-8"), 0
+    for script, suite in (("ppo_atari", "atari"), ("ppo_lstm", "atari_lstm")):
+        table = read_table(RESULTS / suite / "runs.csv")
+        for game, scores in (("Breakout", (50, 200, 300)), ("Pong", (0, 15, 18))):
+            name = f"{game}NoFrameskip-v4__{script}__1"
+            lines = read_csv(csv_path(RESULTS / suite, name))
+            step, seconds, returns = (
+                np.array([float(x[key]) for x in lines]) for key in ("step", "seconds", "return")
+            )
+            means = np.convolve(returns, np.full(100, 0.01), "valid")
+            for score in scores:
+                if (means >= score).any():
+                    k = np.argmax(means >= score) + 99
+                    cells = f"{step[k] / 1e6:.2f}M | {seconds[k] / 3600:.1f} | {table[name]['threads']}"
+                    assert f"| `{script}` | {game} | {score} | {cells} |" in page
+                    said += 1
+    assert said == page.partition("<!-- hours -->")[2].count("| `ppo_")
 
 
 def test_writing_one_table_leaves_the_others(monkeypatch):
