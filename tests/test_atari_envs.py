@@ -210,6 +210,8 @@ def test_a_game_that_ends_before_the_agent_acts(player):
         [1, 2, 3, 0, 1, 0, 2],  # or the next life
     ]
     assert (obs == np.reshape([game.shown for game in envs.games], (4, 1, 1, 1))).all()
+    frames = info["final_info"]["episode"]["l"]  # as the emulators count them
+    assert frames[[0, 2]].tolist() == [7, 7] and obs.shape[1:] == envs.single_observation_space.shape
 
 
 def test_the_last_frames_before_a_time_limit_stay_as_they_were(player):

@@ -201,6 +201,17 @@ def test_two_processes_with_the_same_numbers_learn_as_one(name, monkeypatch):
         np.testing.assert_allclose(x, times * y, rtol=1e-4, atol=1e-6, err_msg=tag)
 
 
+def test_what_two_processes_drop_is_averaged(monkeypatch):
+    def dropped(count):
+        sizes = dict(num_envs=4 * count, batch_segments=5 * count, total_timesteps=200 * count)
+        run = record(ppo_async, num_steps=8, num_actors=2, sample_reuse=1.5, max_staleness=0, **sizes)
+        return [x for tag, x, _ in run.logged if tag == "staleness/dropped"]
+
+    alone = dropped(1)
+    as_one_of_two(monkeypatch, ppo_async, rank=0)
+    assert 0 < max(alone) <= 1 and dropped(2) == alone
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_processes_have_their_own_seeds_and_noise(name, monkeypatch):
     runs = []
@@ -279,21 +290,21 @@ def test_what_emulators_are_told(name, monkeypatch):
 
 
 class Lives:
-    """Emulators of two games that say how many lives are left; a game is over without any."""
+    """Emulators of three games that say how many lives are left; the last has none before it is over."""
 
-    num_envs, lives = 2, [[3, 5], [2, 5], [2, 4], [1, 4], [3, 3]]
+    num_envs, lives = 3, [[3, 5, 1], [2, 5, 1], [2, 4, 0], [1, 4, 0], [3, 3, 1]]
 
     def reset(self, seed):
         self.t = 0
-        return np.zeros((2, 1)), dict(lives=np.array(self.lives[0]))
+        return np.zeros((3, 1)), dict(lives=np.array(self.lives[0]))
 
     def send(self, actions):
         self.t += 1
 
     def recv(self):
-        over, frames = np.array([self.t == 4, False]), np.full(2, 4 * self.t)
+        over, frames = np.array([self.t == 4, False, self.t == 4]), np.full(3, 4 * self.t)
         info = dict(lives=np.array(self.lives[self.t]), frame_number=frames, episode_frame_number=frames)
-        return np.zeros((2, 1)), np.ones(2), over, over & False, info
+        return np.zeros((3, 1)), np.ones(3), over, over & False, info
 
 
 @pytest.mark.parametrize("script", [impala_vtrace, ppo_async], ids=lambda script: script.SCRIPT)
@@ -303,14 +314,12 @@ def test_a_life_is_an_episode_to_the_last(script):
     group.reset(seed=1)
     assert group.row["starts"].all() and not group.row["last_rewards"].any()
     for _ in range(4):
-        group.send(np.zeros(2, int))
+        group.send(np.zeros(3, int))
         episodes += group.receive()[1]
         starts.append(group.row["starts"].tolist())
-    assert starts == [[True, False], [False, True], [True, False], [True, True]]
-    assert [episode["charts/episodic_return"] for episode in episodes] == [4] and group.returns.tolist() == [
-        0,
-        4,
-    ]
+    assert starts == [[True, False, False], [False, True, False], [True, False, False], [True, True, True]]
+    assert [episode["charts/episodic_return"] for episode in episodes] == [4, 4]
+    assert group.returns.tolist() == [0, 4, 0]
 
 
 @pytest.mark.parametrize("script", [impala_vtrace, ppo_lstm], ids=lambda script: script.SCRIPT)

@@ -1204,7 +1204,8 @@ def test_run_logs_what_it_is_made_of():
 
 
 def test_r2d2_alone_has_no_intrinsic_reward(monkeypatch):
-    monkeypatch.setattr(Curiosity, "forward", None)
+    for name in ("forward", "begin", "loss"):  # None, so that a call fails
+        monkeypatch.setattr(Curiosity, name, None)
     run_dir = ngu_r2d2.train(small(num_policies=1, beta=0.0))
     assert not scalars(run_dir, "curiosity/reward")
     assert {v for _, v in scalars(run_dir, "losses/intrinsic_reward")} == {0.0}
