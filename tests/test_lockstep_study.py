@@ -70,9 +70,9 @@ def test_normalizers_of_the_study_are_ours_and_not_those_of_gymnasium():
 def test_our_scripts_run_in_float64_and_leave_all_behind(name):
     env_id = "Pendulum-v1" if name == "ppo_continuous" else "CartPole-v1"
     with lockstep.float64():
-        ours = lockstep.run_ours(name, dict(env_id=env_id, num_steps=32), 2)
+        ours = lockstep.run_ours(name, dict(env_id=env_id, num_steps=64), 2)
     args, iterations = ours["args"], ours["iterations"]
-    assert len(ours["stream"]) == 64 and len(ours["orders"]) == 2 * args.update_epochs
+    assert len(ours["stream"]) == 128 and len(ours["orders"]) == 2 * args.update_epochs
     assert ours["orders"][0].sort()[0].tolist() == list(range(args.batch_size))
     assert len(iterations) == 2 and torch.get_default_dtype() is torch.float32
     for x in (*ours["weights"].values(), *iterations[1]["parameters"].values()):
