@@ -223,3 +223,17 @@ def test_the_last_frames_before_a_time_limit_stay_as_they_were(player):
     assert last[:, 0, 0].tolist() == [3, 3, 3, 4][-frames:] and (obs[0] == 7).all()
     envs.step(np.array([3, 3]))
     assert last[:, 0, 0].tolist() == [3, 3, 3, 4][-frames:]
+
+
+def test_a_game_whose_last_life_is_lost_before_it_is_over(player):
+    """As Qbert, which shows no lives for some frames: the episode ends with the game, as in baselines."""
+    envs = scripted(player, ["", "", *["life", "", "", ""] * 4, "life", "", "over"])
+    ends = [envs.step(np.array([3]))[2][0] for _ in range(7)]
+    assert ends == [True, True, True, True, False, False, True]
+
+
+def test_an_action_that_is_none(player):
+    envs = scripted(player, [])
+    for action in (-1, envs.single_action_space.n):
+        with pytest.raises(ValueError, match="not all of"):
+            envs.step(np.array([action]))
