@@ -37,7 +37,8 @@ import torch.nn as nn
 from ale_py.vector_env import AtariVectorEnv
 from torch import Tensor
 
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+RANK = int(os.environ.get("RANK", 0))  # number of this process among torchrun's
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many there are
 
 # === Arguments ===============================================================================
 
@@ -109,15 +110,15 @@ class Args:
     wandb_project_name: str = "ngu"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases user or team
     log_every: int = 50  # iterations between logs of losses and rates; episodes are logged as they end
-    save_every: int = 500  # iterations between checkpoints, of which there is one every ten minutes anyway
-    stall_seconds: int = 0  # exit if an iteration, or a step of --evaluate, takes longer; 0: never
+    save_every: int = 500  # iterations between checkpoints; there is one every ten minutes, too
+    stall_seconds: int = 0  # exit if an iteration, or a step of --evaluate, takes longer; 0: no limit
     resume: str | None = None  # run folder to continue, with its own arguments where no flag is given
     evaluate: str | None = None  # run folder whose agent to evaluate instead of training
     eval_episodes: int = 10  # full episodes of --evaluate
     capture_video: bool = False  # record the episodes of --evaluate in the run folder
 
     @property
-    def batch_size(self) -> int:  # of all processes together: B of each
+    def batch_size(self) -> int:  # steps of an iteration, of all processes: B of each
         return self.num_envs * self.num_steps
 
     @property
@@ -205,7 +206,7 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
         envs = gym.vector.SyncVectorEnv([make] * num_envs, autoreset_mode=same_step)
     except (gym.error.Error, ImportError, TypeError) as error:
         fail_to_make(args.env_id, error)
-    check_spaces(args.env_id, envs)  # refuses what Agent cannot play
+    check_spaces(args.env_id, envs)  # refuses what Agent cannot play: to be changed with Agent
     return envs
 
 
@@ -877,7 +878,7 @@ def train(args: Args) -> Path:
     T, N, device = args.num_steps, args.num_envs // WORLD_SIZE, args.device
     envs = make_env(args, N)
     if kind_of(envs.single_observation_space.shape) != "pixels":
-        torch.set_num_threads(1)  # the networks are small: a second thread only costs
+        torch.set_num_threads(1)  # small networks: more threads only cost, larger ones may want them
     agent, curiosity = Agent(envs, args).to(device), Curiosity(envs, args).to(device)
     target_agent = deepcopy(agent)
     target_agent.lstm.flatten_parameters()  # deepcopy() scatters the weights, and cuDNN wants one piece
@@ -992,7 +993,7 @@ def evaluate(args: Args) -> list[float]:
     seed = args.seed + args.total_timesteps + args.num_envs  # no seed of training
     actor.reset(seed)
     rng = np.random.default_rng(seed)
-    for _ in evaluation_steps(args, returns):  # until returns has args.eval_episodes
+    for _ in evaluation_steps(args, returns):  # while there are fewer than args.eval_episodes
         _, episodes, _ = actor.step(np.full(1, args.eval_epsilon), rng)
         returns += [episode["charts/episodic_return"] for episode in episodes]
     actor.envs.close()
@@ -1043,7 +1044,7 @@ HEARTBEATS: dict[str, float] = {}  # when each loop last went on
 class Run:
     """The folder of a run: the state of its parts, its logs, and what was counted so far.
 
-    parts: objects whose state_dict() a checkpoint holds. numbers: what it holds beside them.
+    parts: objects whose state_dict() a checkpoint holds. numbers: what it holds beside them, in some scripts.
     shown: tag of the returns in the progress bar. log_every: iterations between logs of all but episodes.
     """
 
@@ -1067,11 +1068,12 @@ class Run:
             self.tell_of_end(state["args"].total_timesteps)
         self.step = self.numbers["iteration"] * args.batch_size
         self.seed = args.seed + self.step + RANK * args.num_envs // WORLD_SIZE  # of the next episodes
-        self.episodes, self.timed_from, self.saved_at = [], None, time.monotonic()
+        self.episodes, self.saved_at = [], time.monotonic()
+        self.timed_from = None  # step and time at the end of the first iteration
         if RANK == 0:
             self.writer = start_logging(args, self.folder, self.step)
             self.bar = progress_bar(total=args.num_iterations * args.batch_size, initial=self.step)
-        over_processes("MAX", 0)  # all wait while Weights & Biases asks the first for a login
+        over_processes("MAX", 0)  # a barrier: all wait while Weights & Biases asks the first for a login
         heartbeat("iteration")
 
     def tell_of_end(self, before: int):
@@ -1087,7 +1089,7 @@ class Run:
         first, end = self.numbers["iteration"], self.args.num_iterations
         for done in range(first + 1, end + 1):
             heartbeat("iteration")
-            # Each has a seed of its own, so no random state is saved. Python salts no hash of integers.
+            # A seed of its own, so that no random state is saved. Hashes of integers are the same everywhere.
             seed_all(hash((self.args.seed, done - 1, RANK)))
             self.done, self.was_logged = done, False
             yield done - 1
@@ -1176,7 +1178,7 @@ def ended_episodes(info: dict) -> list[dict[str, float]]:
     if "final_info" not in info:
         return []
     final, episodes = info["final_info"], []
-    names = [name for name in final if f"_{name}" in final]  # _name marks the environments that have it
+    names = [name for name in final if f"_{name}" in final]  # _name is the mask of environments that have it
     names = [name for name in names if np.ndim(final[name]) == 1 and final[name].dtype.kind in "biuf"]
     for n in final["_episode"].nonzero()[0]:
         scalars = {f"charts/{name}": float(final[name][n]) for name in names if final[f"_{name}"][n]}
@@ -1191,7 +1193,7 @@ def start_process(args: Args):
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
-        # Imported while a process group exists, it would hold on to the group, and the exit would abort.
+        # torch.compile imports this. After the next line, it would hold on to the group, and abort at exit.
         from torch import _dynamo  # noqa: F401
 
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
@@ -1318,7 +1320,7 @@ def watch_heartbeats(seconds: int):
     if RANK == 0:
         print(f"--stall-seconds {seconds}: a longer iteration ends the run", file=sys.stderr)
     while True:
-        # for C code that keeps Python's lock, so that this loop stands still; it may crash other threads
+        # A second timer, in C, for code that keeps Python's lock, so that this loop stands still.
         faulthandler.dump_traceback_later(seconds + 1, exit=True, file=2)
         time.sleep(0.5)
         if any(time.monotonic() - then > seconds for then in HEARTBEATS.copy().values()):
@@ -1345,9 +1347,9 @@ def check(args: Args):
     others = "seed stall_seconds burn_in epsilon eval_epsilon priority_exponent priority_eta"
     others += " importance_exponent cross_mixture learning_rate adam_eps retrace_lambda h_eps max_grad_norm"
     others += " beta gamma_max gamma_min kernel_eps rnd_max auxiliary_lr last_reward_weight"
-    least = dict.fromkeys(counts.split(), 1) | dict.fromkeys(others.split(), 0)
+    minimum = dict.fromkeys(counts.split(), 1) | dict.fromkeys(others.split(), 0)
     for name, x in asdict(args).items():
-        if name in least and not least[name] <= x < np.inf:
+        if name in minimum and not minimum[name] <= x < np.inf:
             raise ValueError(f"{name} cannot be {x}")
     shares = ("epsilon", "eval_epsilon", "cross_mixture", "priority_eta", "retrace_lambda")
     processes = f"the {WORLD_SIZE} processes of torchrun must divide"
@@ -1416,6 +1418,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Args:
     """The command line, or argv. A run that is resumed or evaluated brings its own arguments as defaults."""
     words = sys.argv[1:] if argv is None else argv
     argv = [word.removesuffix(f"{os.sep}checkpoint.pt") for word in words]  # a run may be named by that file
+    # Before tyro reads the line, the run that it names must be found: its arguments are tyro's defaults.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", "--evaluate", dest="run_dir")
     run_dir = parser.parse_known_args(argv)[0].run_dir

@@ -44,7 +44,8 @@ import torch.nn as nn
 from ale_py.vector_env import AtariVectorEnv
 from torch import Tensor
 
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+RANK = int(os.environ.get("RANK", 0))  # number of this process among torchrun's
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many there are
 
 # === Arguments ===============================================================================
 
@@ -82,7 +83,7 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # clip of the global gradient norm
-    target_kl: float | None = None  # end an update after an epoch whose last minibatch has a KL above this
+    target_kl: float | None = None  # skip the epochs that are left if the last minibatch's KL is above this
 
     # run
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"  # where the networks run
@@ -91,8 +92,8 @@ class Args:
     track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
     wandb_project_name: str = "ppo"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases user or team
-    save_every: int = 100  # iterations between checkpoints, of which there is one every ten minutes anyway
-    stall_seconds: int = 0  # exit if an iteration, or a step of --evaluate, takes longer; 0: never
+    save_every: int = 100  # iterations between checkpoints; there is one every ten minutes, too
+    stall_seconds: int = 0  # exit if an iteration, or a step of --evaluate, takes longer; 0: no limit
     resume: str | None = None  # run folder to continue, with its own arguments where no flag is given
     evaluate: str | None = None  # run folder whose agent to evaluate instead of training
     eval_episodes: int = 10  # full episodes of --evaluate
@@ -121,7 +122,7 @@ class Args:
         return max(actors, math.ceil(self.batch_groups / 2))
 
     @property
-    def batch_size(self) -> int:  # of all processes together: B of each
+    def batch_size(self) -> int:  # steps of an iteration, of all processes: B of each
         return self.batch_segments * self.num_steps
 
     @property
@@ -164,7 +165,7 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
         envs = gym.vector.SyncVectorEnv([make] * num_envs, **same_step)
     except (gym.error.Error, ImportError, TypeError) as error:
         fail_to_make(args.env_id, error)
-    check_spaces(args.env_id, envs)  # refuses what Agent cannot play
+    check_spaces(args.env_id, envs)  # refuses what Agent cannot play: to be changed with Agent
     return envs
 
 
@@ -251,7 +252,10 @@ class Group:
 
 
 class Categorical:
-    """torch.distributions.Categorical over the last axis of logits, with only what is used here: faster."""
+    """torch.distributions.Categorical over the last axis of logits, with only what is used here: faster.
+
+    Another distribution needs the same methods, with log_prob and entropy summed over action dimensions.
+    """
 
     def __init__(self, logits: Tensor):
         self.logprobs = logits.log_softmax(-1)
@@ -543,17 +547,18 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
     """Learns from the actors' segments until the end or a signal; returns the run folder."""
     envs, device = actors[0][0].envs, args.device
     if len(envs.single_observation_space.shape) == 1:
-        torch.set_num_threads(1)  # the networks are small: a second thread only costs
+        torch.set_num_threads(1)  # small networks: more threads only cost, larger ones may want them
     agent = Agent(envs, args).to(device)
-    # Parameters become views of one vector, and their gradients of another: clipping, the optimizer and the
-    # sum over processes are then one operation each. From here on, the agent cannot move to another device.
+    # For speed, parameters become views of one vector, gradients of another: clipping, the optimizer and the
+    # sum over processes are one operation each. From here on, agent.to() or agent.zero_grad() would break it.
+    # A fork does without it by an optimizer of agent.parameters(), its zero_grad() and clip_grad_norm_().
     flat = flatten(agent.parameters())
     # lr and clip are tensors for --compile: it would recompile for each new number.
     # A fork that does not need all this takes Adam(agent.parameters()) and clip_grad_norm_().
     lr, clip = (torch.tensor(x, device=device) for x in (args.learning_rate, args.clip_coef))
     optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True)  # detail 3: epsilon
     run = Run(args, dict(version=0), agent=agent, optimizer=optimizer)  # folder, logs, checkpoints
-    optimizer.param_groups[0]["lr"] = lr  # loading may have replaced it
+    optimizer.param_groups[0]["lr"] = lr  # --resume loads a copy, which lr.fill_() would not reach
     version = run.numbers["version"]  # updates that took place
 
     def update(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -619,7 +624,7 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
                 metrics = update(minibatch)
                 ages.append(minibatch["staleness"])
                 clipped.append(metrics.pop("clipped"))
-            if args.target_kl is not None:  # auxiliary detail 3: early stopping
+            if args.target_kl is not None:  # auxiliary detail 3: early stopping, of all processes together
                 if over_processes("SUM", metrics["approx_kl"]) / WORLD_SIZE > args.target_kl:
                     break
         if metrics:  # a version is an update that took place
@@ -662,14 +667,14 @@ def load_agent(args: Args) -> tuple[Group, Agent]:
 
 @torch.no_grad()
 def evaluate(args: Args) -> list[float]:
-    """Returns of full episodes of a run's agent, which samples as in training. args: those of the run."""
+    """Returns of full episodes of a run's agent, which samples as in training. args: as saved with it."""
     seed_all(args.seed)
     group, agent = load_agent(args)
     returns = []
-    group.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # above training's seeds
+    group.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # a seed not used in training
     if group.row["obs"].ndim == 2:
-        torch.set_num_threads(1)  # the networks are small: a second thread only costs
-    for _ in evaluation_steps(args, returns):  # until returns has args.eval_episodes
+        torch.set_num_threads(1)  # small networks: more threads only cost, larger ones may want them
+    for _ in evaluation_steps(args, returns):  # while there are fewer than args.eval_episodes
         dist, _ = agent(torch.as_tensor(group.row["obs"], device=args.device))
         group.send(dist.sample().cpu().numpy())
         _, episodes = group.receive()
@@ -718,7 +723,7 @@ HEARTBEATS: dict[str, float] = {}  # when each loop last went on
 class Run:
     """The folder of a run: the state of its parts, its logs, and what was counted so far.
 
-    parts: objects whose state_dict() a checkpoint holds. numbers: what it holds beside them.
+    parts: objects whose state_dict() a checkpoint holds. numbers: what it holds beside them, in some scripts.
     shown: tag of the returns in the progress bar. log_every: iterations between logs of all but episodes.
     """
 
@@ -742,11 +747,12 @@ class Run:
             self.tell_of_end(state["args"].total_timesteps)
         self.step = self.numbers["iteration"] * args.batch_size
         self.seed = args.seed + self.step + RANK * args.num_envs // WORLD_SIZE  # of the next episodes
-        self.episodes, self.timed_from, self.saved_at = [], None, time.monotonic()
+        self.episodes, self.saved_at = [], time.monotonic()
+        self.timed_from = None  # step and time at the end of the first iteration
         if RANK == 0:
             self.writer = start_logging(args, self.folder, self.step)
             self.bar = progress_bar(total=args.num_iterations * args.batch_size, initial=self.step)
-        over_processes("MAX", 0)  # all wait while Weights & Biases asks the first for a login
+        over_processes("MAX", 0)  # a barrier: all wait while Weights & Biases asks the first for a login
         heartbeat("iteration")
 
     def tell_of_end(self, before: int):
@@ -762,7 +768,7 @@ class Run:
         first, end = self.numbers["iteration"], self.args.num_iterations
         for done in range(first + 1, end + 1):
             heartbeat("iteration")
-            # Each has a seed of its own, so no random state is saved. Python salts no hash of integers.
+            # A seed of its own, so that no random state is saved. Hashes of integers are the same everywhere.
             seed_all(hash((self.args.seed, done - 1, RANK)))
             self.done, self.was_logged = done, False
             yield done - 1
@@ -851,7 +857,7 @@ def ended_episodes(info: dict) -> list[dict[str, float]]:
     if "final_info" not in info:
         return []
     final, episodes = info["final_info"], []
-    names = [name for name in final if f"_{name}" in final]  # _name marks the environments that have it
+    names = [name for name in final if f"_{name}" in final]  # _name is the mask of environments that have it
     names = [name for name in names if np.ndim(final[name]) == 1 and final[name].dtype.kind in "biuf"]
     for n in final["_episode"].nonzero()[0]:
         scalars = {f"charts/{name}": float(final[name][n]) for name in names if final[f"_{name}"][n]}
@@ -866,7 +872,7 @@ def start_process(args: Args):
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
-        # Imported while a process group exists, it would hold on to the group, and the exit would abort.
+        # torch.compile imports this. After the next line, it would hold on to the group, and abort at exit.
         from torch import _dynamo  # noqa: F401
 
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
@@ -1003,7 +1009,7 @@ def watch_heartbeats(seconds: int):
     if RANK == 0:
         print(f"--stall-seconds {seconds}: a longer iteration ends the run", file=sys.stderr)
     while True:
-        # for C code that keeps Python's lock, so that this loop stands still; it may crash other threads
+        # A second timer, in C, for code that keeps Python's lock, so that this loop stands still.
         faulthandler.dump_traceback_later(seconds + 1, exit=True, file=2)
         time.sleep(0.5)
         if any(time.monotonic() - then > seconds for then in HEARTBEATS.copy().values()):
@@ -1028,9 +1034,9 @@ def check(args: Args):
     counts += " eval_episodes"
     rates = "gamma gae_lambda sample_reuse max_staleness learning_rate clip_coef ent_coef vf_coef"
     rates += " max_grad_norm target_kl"
-    least = dict.fromkeys(counts.split(), 1) | dict.fromkeys(["seed", "stall_seconds", *rates.split()], 0)
+    minimum = dict.fromkeys(counts.split(), 1) | dict.fromkeys(["seed", "stall_seconds", *rates.split()], 0)
     for name, x in asdict(args).items():
-        if x is not None and name in least and not least[name] <= x < np.inf:
+        if x is not None and name in minimum and not minimum[name] <= x < np.inf:
             raise ValueError(f"{name} cannot be {x}")
     groups, unit = args.num_groups, WORLD_SIZE * max(1, args.group_size)
     rest = args.batch_size // WORLD_SIZE % args.num_minibatches
@@ -1092,6 +1098,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Args:
     """The command line, or argv. A run that is resumed or evaluated brings its own arguments as defaults."""
     words = sys.argv[1:] if argv is None else argv
     argv = [word.removesuffix(f"{os.sep}checkpoint.pt") for word in words]  # a run may be named by that file
+    # Before tyro reads the line, the run that it names must be found: its arguments are tyro's defaults.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", "--evaluate", dest="run_dir")
     run_dir = parser.parse_known_args(argv)[0].run_dir

@@ -34,7 +34,8 @@ import torch.nn as nn
 from ale_py.vector_env import AtariVectorEnv
 from torch import Tensor
 
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+RANK = int(os.environ.get("RANK", 0))  # number of this process among torchrun's
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many there are
 
 # === Arguments ===============================================================================
 
@@ -65,7 +66,7 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # clip of the global gradient norm
-    target_kl: float | None = None  # end an update after an epoch whose last minibatch has a KL above this
+    target_kl: float | None = None  # skip the epochs that are left if the last minibatch's KL is above this
 
     # run
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"  # where the networks run
@@ -74,15 +75,15 @@ class Args:
     track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
     wandb_project_name: str = "ppo"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases user or team
-    save_every: int = 100  # iterations between checkpoints, of which there is one every ten minutes anyway
-    stall_seconds: int = 0  # exit if an iteration, or a step of --evaluate, takes longer; 0: never
+    save_every: int = 100  # iterations between checkpoints; there is one every ten minutes, too
+    stall_seconds: int = 0  # exit if an iteration, or a step of --evaluate, takes longer; 0: no limit
     resume: str | None = None  # run folder to continue, with its own arguments where no flag is given
     evaluate: str | None = None  # run folder whose agent to evaluate instead of training
     eval_episodes: int = 10  # full episodes of --evaluate
     capture_video: bool = False  # record the episodes of --evaluate in the run folder
 
     @property
-    def batch_size(self) -> int:  # of all processes together: B of each
+    def batch_size(self) -> int:  # steps of an iteration, of all processes: B of each
         return self.num_envs * self.num_steps
 
     @property
@@ -234,7 +235,10 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
 
 
 class Categorical:
-    """torch.distributions.Categorical over the last axis of logits, with only what is used here: faster."""
+    """torch.distributions.Categorical over the last axis of logits, with only what is used here: faster.
+
+    Another distribution needs the same methods, with log_prob and entropy summed over action dimensions.
+    """
 
     def __init__(self, logits: Tensor):
         self.logprobs = logits.log_softmax(-1)
@@ -331,15 +335,15 @@ def train(args: Args) -> Path:
     envs = make_env(args, N)
     agent = Agent(envs).to(device)
     agent.amp = args.amp
-    # Parameters become views of one vector, and their gradients of another: clipping, the optimizer and the
-    # sum over processes are then one operation each. From here on, the agent cannot move to another device.
+    # For speed, parameters become views of one vector, gradients of another: clipping, the optimizer and the
+    # sum over processes are one operation each. From here on, agent.to() or agent.zero_grad() would break it.
+    # A fork does without it by an optimizer of agent.parameters(), its zero_grad() and clip_grad_norm_().
     flat = flatten(agent.parameters())
-    # lr and clip are tensors, and Adam is capturable, for --compile: it would recompile for each new number.
-    # A fork that does not need all this takes Adam(agent.parameters()) and clip_grad_norm_().
+    # Tensors, filled anew in each iteration, as --compile would recompile for each new number.
     lr, clip = (torch.tensor(x, device=device) for x in (args.learning_rate, args.clip_coef))
     optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True, capturable=True)  # detail 3: epsilon
     run = Run(args, agent=agent, optimizer=optimizer)  # folder, logs, checkpoints; --resume loads both
-    optimizer.param_groups[0]["lr"] = lr  # loading may have replaced it
+    optimizer.param_groups[0]["lr"] = lr  # --resume loads a copy, which lr.fill_() would not reach
 
     @torch.no_grad()
     def act(obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -366,9 +370,9 @@ def train(args: Args) -> Path:
     logprobs, values = torch.zeros((2, T, N), device=device)
     rewards = np.zeros((T, N), np.float32)
     dones = np.zeros((T, N), np.float32)
-    next_obs, _ = envs.reset(seed=run.seed)  # args.seed, shifted by process and by the steps before --resume
-    # Iterations that are left: each begins with a seed of its own, so that a resumed run draws what it would
-    # have drawn, and ends with a checkpoint if one is due.
+    next_obs, _ = envs.reset(seed=run.seed)  # args.seed; another in each process and after each --resume
+    # Counts from 0, or from where --resume goes on. Before each iteration, all that is random has a seed that
+    # depends on its number, so that a resumed run draws the same; after it, a checkpoint is saved if due.
     for iteration in run.iterations():
         frac = 1 - iteration / args.num_iterations
         lr.fill_(args.learning_rate * (frac if args.anneal_lr else 1))  # detail 4: learning rate annealing
@@ -380,10 +384,12 @@ def train(args: Args) -> Path:
             actions[t], logprobs[t], values[t] = act(obs[t])
             next_obs, rewards[t], terminated, truncated, info = envs.step(actions[t].cpu().numpy())
             dones[t] = terminated | truncated
-            run.count_steps(args.num_envs, info)  # of all processes; notes the episodes that ended
-            if args.bootstrap_truncated and (cut := truncated & ~terminated).any():  # not in the paper
-                _, value = agent(torch.as_tensor(info["final_obs"][cut], device=device))
-                rewards[t, cut] += args.gamma * value.detach().cpu().numpy()
+            run.count_steps(args.num_envs, info)  # of all processes; keeps the returns of ended episodes
+            cut = truncated & ~terminated
+            if args.bootstrap_truncated and cut.any():  # not in the paper
+                with torch.no_grad():
+                    _, value = agent(torch.as_tensor(info["final_obs"][cut], device=device))
+                rewards[t, cut] += args.gamma * value.cpu().numpy()
 
         # 2. advantages
         batch = dict(obs=obs, actions=actions, logprobs=logprobs, values=values)
@@ -403,7 +409,7 @@ def train(args: Args) -> Path:
             for indices in shuffled.chunk(args.num_minibatches):
                 metrics = update({name: x[indices] for name, x in batch.items()})
                 clipfracs.append(metrics["clipfrac"])
-            if args.target_kl is not None:  # auxiliary detail 3: early stopping
+            if args.target_kl is not None:  # auxiliary detail 3: early stopping, of all processes together
                 if over_processes("SUM", metrics["approx_kl"]) / WORLD_SIZE > args.target_kl:
                     break
 
@@ -431,15 +437,15 @@ def load_agent(args: Args) -> tuple[gym.vector.VectorEnv, Agent]:
 
 @torch.no_grad()
 def evaluate(args: Args) -> list[float]:
-    """Returns of full episodes of a run's agent, which samples as in training. args: those of the run."""
+    """Returns of full episodes of a run's agent, which samples as in training. args: as saved with it."""
     seed_all(args.seed)
     envs, agent = load_agent(args)
     returns = []
-    obs, _ = envs.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # above training's seeds
-    for _ in evaluation_steps(args, returns):  # until returns has args.eval_episodes
+    obs, _ = envs.reset(seed=args.seed + args.total_timesteps + args.num_envs)  # a seed not used in training
+    for _ in evaluation_steps(args, returns):  # while there are fewer than args.eval_episodes
         dist, _ = agent(torch.as_tensor(obs, device=args.device))
         obs, _, _, _, info = envs.step(dist.sample().cpu().numpy())
-        returns += [episode["charts/episodic_return"] for episode in ended_episodes(info)]
+        returns.extend(episode["charts/episodic_return"] for episode in ended_episodes(info))
     envs.close()
     return returns
 
@@ -477,7 +483,7 @@ HEARTBEATS: dict[str, float] = {}  # when each loop last went on
 class Run:
     """The folder of a run: the state of its parts, its logs, and what was counted so far.
 
-    parts: objects whose state_dict() a checkpoint holds. numbers: what it holds beside them.
+    parts: objects whose state_dict() a checkpoint holds. numbers: what it holds beside them, in some scripts.
     shown: tag of the returns in the progress bar. log_every: iterations between logs of all but episodes.
     """
 
@@ -501,11 +507,12 @@ class Run:
             self.tell_of_end(state["args"].total_timesteps)
         self.step = self.numbers["iteration"] * args.batch_size
         self.seed = args.seed + self.step + RANK * args.num_envs // WORLD_SIZE  # of the next episodes
-        self.episodes, self.timed_from, self.saved_at = [], None, time.monotonic()
+        self.episodes, self.saved_at = [], time.monotonic()
+        self.timed_from = None  # step and time at the end of the first iteration
         if RANK == 0:
             self.writer = start_logging(args, self.folder, self.step)
             self.bar = progress_bar(total=args.num_iterations * args.batch_size, initial=self.step)
-        over_processes("MAX", 0)  # all wait while Weights & Biases asks the first for a login
+        over_processes("MAX", 0)  # a barrier: all wait while Weights & Biases asks the first for a login
         heartbeat("iteration")
 
     def tell_of_end(self, before: int):
@@ -521,7 +528,7 @@ class Run:
         first, end = self.numbers["iteration"], self.args.num_iterations
         for done in range(first + 1, end + 1):
             heartbeat("iteration")
-            # Each has a seed of its own, so no random state is saved. Python salts no hash of integers.
+            # A seed of its own, so that no random state is saved. Hashes of integers are the same everywhere.
             seed_all(hash((self.args.seed, done - 1, RANK)))
             self.done, self.was_logged = done, False
             yield done - 1
@@ -610,7 +617,7 @@ def ended_episodes(info: dict) -> list[dict[str, float]]:
     if "final_info" not in info:
         return []
     final, episodes = info["final_info"], []
-    names = [name for name in final if f"_{name}" in final]  # _name marks the environments that have it
+    names = [name for name in final if f"_{name}" in final]  # _name is the mask of environments that have it
     names = [name for name in names if np.ndim(final[name]) == 1 and final[name].dtype.kind in "biuf"]
     for n in final["_episode"].nonzero()[0]:
         scalars = {f"charts/{name}": float(final[name][n]) for name in names if final[f"_{name}"][n]}
@@ -625,7 +632,7 @@ def start_process(args: Args):
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
-        # Imported while a process group exists, it would hold on to the group, and the exit would abort.
+        # torch.compile imports this. After the next line, it would hold on to the group, and abort at exit.
         from torch import _dynamo  # noqa: F401
 
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
@@ -763,7 +770,7 @@ def watch_heartbeats(seconds: int):
     if RANK == 0:
         print(f"--stall-seconds {seconds}: a longer iteration ends the run", file=sys.stderr)
     while True:
-        # for C code that keeps Python's lock, so that this loop stands still; it may crash other threads
+        # A second timer, in C, for code that keeps Python's lock, so that this loop stands still.
         faulthandler.dump_traceback_later(seconds + 1, exit=True, file=2)
         time.sleep(0.5)
         if any(time.monotonic() - then > seconds for then in HEARTBEATS.copy().values()):
@@ -786,9 +793,9 @@ def check(args: Args):
     """Raises ValueError for arguments that cannot be, which tyro reports as it reports a wrong flag."""
     counts = "total_timesteps num_envs num_steps update_epochs num_minibatches save_every eval_episodes"
     rates = "learning_rate gamma gae_lambda clip_coef ent_coef vf_coef max_grad_norm target_kl"
-    least = dict.fromkeys(counts.split(), 1) | dict.fromkeys(["seed", "stall_seconds", *rates.split()], 0)
+    minimum = dict.fromkeys(counts.split(), 1) | dict.fromkeys(["seed", "stall_seconds", *rates.split()], 0)
     for name, x in asdict(args).items():
-        if x is not None and name in least and not least[name] <= x < np.inf:
+        if x is not None and name in minimum and not minimum[name] <= x < np.inf:
             raise ValueError(f"{name} cannot be {x}")
     minibatch_size, rest = divmod(args.batch_size // WORLD_SIZE, args.num_minibatches)
     rules = {
@@ -835,6 +842,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Args:
     """The command line, or argv. A run that is resumed or evaluated brings its own arguments as defaults."""
     words = sys.argv[1:] if argv is None else argv
     argv = [word.removesuffix(f"{os.sep}checkpoint.pt") for word in words]  # a run may be named by that file
+    # Before tyro reads the line, the run that it names must be found: its arguments are tyro's defaults.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", "--evaluate", dest="run_dir")
     run_dir = parser.parse_known_args(argv)[0].run_dir
