@@ -205,6 +205,12 @@ def test_a_run_at_its_end_says_so(script, monkeypatch, capsys):
     assert command(script, "--resume", run_dir, "--total-timesteps", 128, monkeypatch=monkeypatch) == 0
     err = capsys.readouterr().err
     assert "now ends at step 128, not 64" in err and "at its end" not in err
+    run = run_of(script)
+    capsys.readouterr()
+    monkeypatch.setattr(script, "RANK", 1)  # of several processes, the first one says it
+    for before in (run.args.total_timesteps, 1):
+        run.tell_of_end(before)
+    assert not capsys.readouterr().err
 
 
 def test_a_run_may_be_named_by_its_checkpoint(script):

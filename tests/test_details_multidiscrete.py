@@ -114,3 +114,12 @@ def test_environments_that_offer_no_mask_call_everything_valid(monkeypatch):
     masks, first = (losses[0][0][1][name] for name in ("masks", "obs"))
     starts = first[:, 0] == 0
     assert 20 < starts.sum() < 200 and masks[starts].all() and not masks[~starts].all(1).any()
+
+
+def test_two_bins_are_the_bounds():
+    envs = ppo_multidiscrete.make_env(small_args(ppo_multidiscrete, env_id="Pendulum-v1", num_bins=2), 2)
+    taken, step = [], envs.unwrapped.step
+    envs.unwrapped.step = lambda actions: taken.append(actions.tolist()) or step(actions)
+    envs.reset(seed=1)
+    envs.step(np.array([[0], [1]]))
+    assert envs.single_action_space.nvec.tolist() == [2] and taken == [[[-2.0], [2.0]]]

@@ -4,6 +4,7 @@ test_flags.py changes one flag at a time, which takes minutes. These runs take a
 """
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -11,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from ale_py.vector_env import AtariVectorEnv
-from conftest import OTHERS, SCRIPTS
+from conftest import OTHERS, SCRIPTS, small_args
 from laws import check
-from traced import NAMES_OF_LOSS, SMALL, record
+from traced import NAMES_OF_LOSS, SMALL, Traced, TracedBox, TracedMulti, record
 
 import impala_vtrace
 import ngu_r2d2
@@ -225,6 +226,20 @@ def test_processes_have_their_own_seeds_and_noise(name, monkeypatch):
     assert runs[0].logged and runs[0].saved and not runs[1].logged and not runs[1].saved
 
 
+def test_processes_of_ngu_share_the_ladder_of_exploration(monkeypatch):
+    def epsilons_of(rank):
+        seen = []
+        as_one_of_two(monkeypatch, ngu_r2d2, rank)
+        with monkeypatch.context() as patch:
+            step = ngu_r2d2.Actor.step
+            patch.setattr(ngu_r2d2.Actor, "step", lambda actor, *x: seen.append(x[0]) or step(actor, *x))
+            record(ngu_r2d2, **sized("ngu_r2d2", 2) | dict(epsilon=0.5))
+        return seen[0].tolist()
+
+    ladder = ngu_r2d2.epsilons(4, 0.5).tolist()
+    assert epsilons_of(0) == ladder[::2] and epsilons_of(1) == ladder[1::2]
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_everything_random_has_the_seed(name):
     """Also one that is negative, as hashes may be, or has more than 32 bits."""
@@ -303,7 +318,8 @@ class Lives:
 
     def recv(self):
         over, frames = np.array([self.t == 4, False, self.t == 4]), np.full(3, 4 * self.t)
-        info = dict(lives=np.array(self.lives[self.t]), frame_number=frames, episode_frame_number=frames)
+        info = dict(lives=np.array(self.lives[self.t]), frame_number=frames)
+        info["episode_frame_number"] = np.where(over, 0, frames)  # the next game has begun
         return np.zeros((3, 1)), np.ones(3), over, over & False, info
 
 
@@ -319,6 +335,7 @@ def test_a_life_is_an_episode_to_the_last(script):
         starts.append(group.row["starts"].tolist())
     assert starts == [[True, False, False], [False, True, False], [True, False, False], [True, True, True]]
     assert [episode["charts/episodic_return"] for episode in episodes] == [4, 4]
+    assert [episode["charts/episodic_length"] for episode in episodes] == [16, 16]
     assert group.returns.tolist() == [0, 4, 0]
 
 
@@ -387,3 +404,30 @@ def test_images_have_their_channels_first(script, dtype):
         wrapped = script.as_array(InDictionary(env))
         assert wrapped.observation_space.shape == obs.shape
         assert np.array_equal(wrapped.reset()[0], obs + 1)
+
+
+class Typed(Traced):
+    """Observations of another type than float32."""
+
+    def observe(self):
+        return super().observe().astype(self.observation_space.dtype)
+
+
+class TypedBox(Typed, TracedBox):
+    pass
+
+
+class TypedMulti(Typed, TracedMulti):
+    pass
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int32])
+@pytest.mark.parametrize("name", [name for name in ALL if name != "ppo_atari"])  # which takes games alone
+def test_observations_of_any_type(name, dtype, monkeypatch):
+    kind = dict(ppo_continuous=TypedBox, ppo_multidiscrete=TypedMulti).get(name, Typed)
+    monkeypatch.setattr(kind, "observation_space", gym.spaces.Box(-10, 10, (3,), dtype))
+    monkeypatch.setitem(gym.registry, "Typed-v0", gym.envs.registration.EnvSpec("Typed-v0", kind))
+    flags = dict(normalize=False) if name == "ppo_multidiscrete" else {}
+    args = small_args(ALL[name], env_id="Typed-v0", bootstrap_truncated=True, eval_episodes=2, **flags)
+    run_dir = ALL[name].train(args)
+    assert len(ALL[name].evaluate(replace(args, evaluate=str(run_dir)))) >= 2
