@@ -466,11 +466,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
-from typing import NoReturn
+from typing import NoReturn, TextIO
 from zipfile import ZipFile
 
 import tyro
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -519,7 +519,8 @@ class Run:
         """Says that a resumed run is at its end, or has another end than before (steps)."""
         after = self.args.total_timesteps
         if RANK == 0 and self.numbers["iteration"] >= self.args.num_iterations:
-            print("the run is at its end; with a larger --total-timesteps it goes on", file=sys.stderr)
+            done = f"the run is at its end, step {self.numbers['iteration'] * self.args.batch_size}"
+            print(f"{done}; with a larger --total-timesteps it goes on", file=sys.stderr)
         elif RANK == 0 and before != after:
             print(f"the run, and what is annealed, now ends at step {after}, not {before}", file=sys.stderr)
 
@@ -593,6 +594,24 @@ class Run:
             saved = self.numbers["iteration"]  # changes with each checkpoint
             good = f"{self.folder}/checkpoint.pt, of iteration {saved}" if saved else "none"
             sys.exit(f"{message}; last good checkpoint: {good}" if RANK == 0 else 1)
+
+
+class Stderr:
+    """A file for sys.stderr. Where its reader has gone, or a disk is full, nothing is written."""
+
+    def __init__(self, file: TextIO):
+        self.file = file
+
+    def write(self, text: str):
+        with suppress(OSError):
+            self.file.write(text)
+
+    def flush(self):
+        with suppress(OSError):
+            self.file.flush()
+
+    def __getattr__(self, name: str):
+        return getattr(self.file, name)
 
 
 def progress_bar(total: int | None = None, **kwargs) -> tqdm:
@@ -706,8 +725,10 @@ def lock(run_dir: Path) -> FileLock:
     run_lock = FileLock(run_dir / "lock", is_singleton=True)  # a notebook may resume after an exception
     try:
         run_lock.acquire(blocking=False)
+    except Timeout:
+        fail(f"another process trains in {run_dir}")
     except OSError as error:
-        fail(f"{run_dir} cannot be locked, another process may train there: {error}")
+        fail(f"{run_dir} cannot be locked: {error}")
     return run_lock
 
 
@@ -757,7 +778,7 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Iterable[s
             part.load_state_dict(state[name])
         return state | dict(args=Args(**state["args"])) | {name: state[name] for name in numbers}
     except Exception as error:  # what a damaged file raises has many types
-        fail(f"{path} cannot be loaded with these flags and this {SCRIPT}.py: {error!r:.150}")
+        fail(f"{path} cannot be loaded with these flags and this {SCRIPT}.py, or is damaged: {error!r:.150}")
 
 
 def heartbeat(name: str):
@@ -829,6 +850,7 @@ def fail_to_make(env_id: str, error: Exception) -> NoReturn:
         raise error  # the environment's own mistake
     is_atari = env_id.startswith("ALE/") or "NoFrameskip" in env_id
     hint = " (for Atari games: ppo_atari.py)" if is_atari and "ale_py" not in globals() else ""
+    hint = f" (try {env_id}NoFrameskip-v4)" if f"{env_id}NoFrameskip-v4" in gym.registry else hint
     fail(f"--env-id {env_id}: {error}{hint}")
 
 
@@ -861,7 +883,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Args:
 
 def main():
     """Trains, or evaluates a run, as the command line says."""
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # a process may have been started without
+    sys.stderr = Stderr(sys.stderr or open(os.devnull, "w"))  # a process may have been started without
     faulthandler.enable(2)  # a simulator that crashes shows where
     sys.path.append(os.getcwd())  # --env-id finds modules there, too
     args = parse_args()
@@ -876,8 +898,11 @@ def main():
         if args.evaluate:
             heartbeat("evaluation")
             returns = evaluate(args)
-            mean, std = (np.mean(returns), np.std(returns)) if returns else (np.nan, np.nan)
-            print(f"return {mean:.2f} +- {std:.2f} over {len(returns)} episodes")
+            if returns:
+                mean, std = np.mean(returns), np.std(returns)
+                print(f"return {mean:.2f} +- {std:.2f} over {len(returns)} episodes")
+            else:
+                print("no episode has ended")
             if Run.stop_signal:
                 sys.exit(128 + Run.stop_signal)
         else:
