@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmark.cli import fail, read_csv  # noqa: E402
+from benchmark.files import fail, read_csv  # noqa: E402
 from benchmark.suites import RENAMED  # noqa: E402
 
 OF_TIME = ("SPS", "wait", "queue_fill", "seconds")  # parts of the names of what depends on the speed

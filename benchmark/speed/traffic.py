@@ -20,7 +20,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmark.cli import fail  # noqa: E402
+from benchmark.files import fail  # noqa: E402
 from benchmark.run import build, machine  # noqa: E402
 
 SCRIPTS = {  # environment steps of a run that learns
