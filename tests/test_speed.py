@@ -1,4 +1,4 @@
-"""speed.py: the same networks and settings in stable-baselines3, and a CSV that keeps its older rows."""
+"""What measures speed, CPU time and memory: benchmark/speed/, same.py --cpu-time and studies/soak.py."""
 
 import csv
 import importlib
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmark.speed import sb3_ppo, scaling, soak, speed
+from benchmark.speed import sb3_ppo, scaling, speed
+from benchmark.studies import soak
 
 ROOT = Path(__file__).parent.parent
 ENV = os.environ | dict(PYTHONPATH=str(ROOT))
@@ -174,7 +175,7 @@ def test_a_run_that_grows_is_seen(what, tmp_path, monkeypatch):
 
 def test_an_hour_in_seconds(tmp_path):
     flags = ["ppo", "ppo_shared", "--minutes", "0.1", "--csv", tmp_path / "soak.csv"]
-    command = [sys.executable, ROOT / "benchmark/speed/soak.py", *flags]
+    command = [sys.executable, ROOT / "benchmark/studies/soak.py", *flags]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=600, env=ENV | dict(TMPDIR=str(tmp_path))
     )
