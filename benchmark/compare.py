@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmark import figures  # noqa: E402
-from benchmark.cli import csv_files, fail, read_csv, write_file  # noqa: E402
+from benchmark.files import csv_files, fail, read_csv, write_file  # noqa: E402
 from benchmark.run import check_flags, read_table  # noqa: E402
 from benchmark.suites import CLEANRL, PUBLISHED, RENAMED, SUITES, Row, Target  # noqa: E402
 from benchmark.verdict import Ratio, Runs, iqm, joint, pool, ratio, runs_of, word  # noqa: E402

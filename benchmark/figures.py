@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 
-from benchmark.cli import write_file
+from benchmark.files import write_file
 
 matplotlib.rcParams["svg.hashsalt"] = "benchmark"  # the same curves make the same file
 

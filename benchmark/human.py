@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmark.cli import fail  # noqa: E402
+from benchmark.files import fail  # noqa: E402
 
 SCORES = Path(__file__).with_name("published") / "atari_random_human.csv"
 

@@ -37,9 +37,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmark import figures  # noqa: E402
-from benchmark.cli import csv_path, fail, write_file  # noqa: E402
 from benchmark.compare import number  # noqa: E402
-from benchmark.export import replaceable  # noqa: E402
+from benchmark.episodes_csv import replaceable  # noqa: E402
+from benchmark.files import csv_path, fail, write_file  # noqa: E402
 from benchmark.run import read_table  # noqa: E402
 from benchmark.suites import Row  # noqa: E402
 

@@ -48,8 +48,8 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmark.cli import csv_path, fail, read_csv, write_file  # noqa: E402
-from benchmark.export import export  # noqa: E402
+from benchmark.episodes_csv import export  # noqa: E402
+from benchmark.files import csv_path, fail, read_csv, write_file  # noqa: E402
 from benchmark.suites import SUITES, Row  # noqa: E402
 
 # nobody sees an unattended run hang; cores may be shared with others, where an iteration takes its time

@@ -43,7 +43,7 @@ from torch.utils.tensorboard import SummaryWriter
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmark import figures  # noqa: E402
-from benchmark.cli import fail, read_csv  # noqa: E402
+from benchmark.files import fail, read_csv  # noqa: E402
 
 # what ZipFile and torch.load raise for files that were cut or changed, besides common errors
 DAMAGED = (BadZipFile, EOFError, OverflowError, lzma.LZMAError, pickle.UnpicklingError, zlib.error)

@@ -56,7 +56,7 @@ test_processes.py::test_impala test_processes.py::test_never test_processes.py::
 test_processes.py::test_normal test_processes.py::test_learners test_processes.py::test_processes_draw
 test_processes.py::test_processes_log test_processes.py::test_stat test_processes.py::test_threads
 test_processes.py::test_torchrun test_processes.py::test_two test_readme.py::test_commands
-test_reference_decoupled.py test_reference_ngu.py test_report.py test_research.py test_speed.py test_tune.py
+test_reference_decoupled.py test_reference_ngu.py test_report.py test_research.py test_speed.py test_on_ray.py
 test_verdict.py test_watch.py
 """.split()
 

@@ -25,7 +25,7 @@ from scipy import stats
 import benchmark.studies.maze  # noqa: F401  registers it
 import ngu_r2d2
 from benchmark import compare, figures, same
-from benchmark.cli import csv_path, read_csv
+from benchmark.files import csv_path, read_csv
 from benchmark.run import COLUMNS, Args, Run, end_last_part, planned, read_table
 from benchmark.studies import exploration
 from benchmark.suites import RENAMED, SUITES, Row, Target
@@ -293,7 +293,8 @@ from pathlib import Path
 import filelock, matplotlib.figure, psutil, tensorboard, torch.utils.tensorboard, tqdm, tyro
 import ppo, ppo_async, impala_vtrace, ngu_r2d2
 sys.modules["fcntl"] = None
-for name in "cli compare export figures human report run same suites tasks tune verdict watch".split():
+tools = "compare episodes_csv figures files human on_ray report run same suites tasks verdict watch"
+for name in tools.split():
     __import__(f"benchmark.{name}")
 """
 

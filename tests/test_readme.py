@@ -106,7 +106,7 @@ def typed(command, clone, **environment):
 
 def check(command, clone):
     """Type a command; what it leaves in the clone is there."""
-    if "tune.py" in command and not importlib.util.find_spec("ray"):
+    if "on_ray.py" in command and not importlib.util.find_spec("ray"):
         done = typed(command, clone)
         assert done.returncode == 2 and "pip install ray" in done.stderr, done.stderr
         return

@@ -25,8 +25,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 import ppo
 from benchmark import report, run
-from benchmark.cli import read_csv
-from benchmark.export import export
+from benchmark.episodes_csv import export
+from benchmark.files import read_csv
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "benchmark/report.py"
@@ -430,7 +430,7 @@ def special(request):
 
 
 def test_no_device_is_replaced(special, runs, monkeypatch, capsys):
-    """A link to one neither, nor by export.py."""
+    """A link to one neither, nor by episodes_csv.py."""
     before = os.lstat(special)
     with pytest.raises(SystemExit, match="2"):
         report_on(monkeypatch, runs, "--out", special)
@@ -439,9 +439,9 @@ def test_no_device_is_replaced(special, runs, monkeypatch, capsys):
     said = f"{special} must be a regular file or a new one, in a folder that exists\n"
     folder = f"report.py: error: --figures: {special} must be a folder or a new one\n"
     assert capsys.readouterr().err == f"report.py: error: --out: {said}{folder}"
-    command = [sys.executable, SCRIPT.with_name("export.py"), next(runs.iterdir()), special]
+    command = [sys.executable, SCRIPT.with_name("episodes_csv.py"), next(runs.iterdir()), special]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, f"export.py: error: {said}")
+    assert (done.returncode, done.stderr) == (2, f"episodes_csv.py: error: {said}")
     assert os.lstat(special) == before and {path.name for path in Path().iterdir()} <= {"pipe", "link"}
 
 

@@ -1,4 +1,4 @@
-"""speed.py: the same networks and settings in stable-baselines3, and a CSV that keeps its older rows."""
+"""What measures speed, CPU time and memory: benchmark/speed/, same.py --cpu-time and studies/soak.py."""
 
 import csv
 import importlib
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmark.speed import sb3_ppo, scaling, soak, speed
+from benchmark.speed import sb3_ppo, scaling, speed
+from benchmark.studies import soak
 
 ROOT = Path(__file__).parent.parent
 ENV = os.environ | dict(PYTHONPATH=str(ROOT))
@@ -174,7 +175,7 @@ def test_a_run_that_grows_is_seen(what, tmp_path, monkeypatch):
 
 def test_an_hour_in_seconds(tmp_path):
     flags = ["ppo", "ppo_shared", "--minutes", "0.1", "--csv", tmp_path / "soak.csv"]
-    command = [sys.executable, ROOT / "benchmark/speed/soak.py", *flags]
+    command = [sys.executable, ROOT / "benchmark/studies/soak.py", *flags]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=600, env=ENV | dict(TMPDIR=str(tmp_path))
     )
@@ -189,11 +190,15 @@ def test_an_hour_in_seconds(tmp_path):
 
 
 def test_cpu_time_of_two_builds(tmp_path):
-    table, flags = tmp_path / "cpu_time.csv", ["--flags=--total-timesteps 1024", "--rounds", "1"]
-    command = [sys.executable, ROOT / "benchmark/speed/cpu_time.py", "HEAD", "ppo", *flags, "--csv", table]
-    subprocess.run(command, check=True, timeout=600, capture_output=True)
+    table = tmp_path / "cpu_time.csv"
+    flags = f"--cpu-time 1 --csv={table} HEAD ppo --total-timesteps 1024".split()
+    command = [sys.executable, ROOT / "benchmark/same.py", *flags]
+    done = subprocess.run(command, check=True, timeout=600, capture_output=True, text=True)
     (row,) = rows(table)
     assert row["script"] == "ppo.py" and row["before"] == "HEAD" and row["rounds"] == "1"
+    assert row["flags"] == "--total-timesteps 1024"
+    said = "ppo.py: {now_s} s of CPU time, {before_s} in HEAD; {ratio}\n"
+    assert done.stdout == said.format(**row)
     before, now = float(row["before_s"]), float(row["now_s"])
     assert min(before, now) > 0.5  # importing PyTorch alone takes longer
     assert float(row["ratio"]) == pytest.approx(now / before, abs=1e-3)
@@ -202,14 +207,18 @@ def test_cpu_time_of_two_builds(tmp_path):
 @pytest.mark.parametrize(
     "flags,message",
     [
-        (["nosuch", "ppo"], "ppo.py of nosuch"),
-        (["HEAD", "ppp"], "ppp.py of HEAD"),
-        (["HEAD", "ppo", "--rounds", "0"], "--rounds must be"),
-        (["HEAD", "ppo", "--flags=--nosuch"], "ppo.py ended with 2"),
+        ("--cpu-time 1 nosuch ppo", "ppo.py of nosuch"),
+        ("--cpu-time 1 HEAD ppp", "ppp.py of HEAD"),
+        ("--cpu-time 1 recorded", "--cpu-time takes a commit"),
+        ("--cpu-time 0 HEAD ppo", "--cpu-time must be"),
+        ("--cpu-time 1", "give a commit"),
+        ("--csv mine.csv HEAD ppo", "--csv needs --cpu-time"),
+        ("--cpu-time 1 HEAD ppo --nosuch", "ppo.py ended with 2"),
+        ("HEAD ppo --cpu-time 1", "ppo.py ended with 2"),  # which is a flag of the script there
     ],
 )
 def test_mistakes_of_cpu_time(flags, message):
-    command = [sys.executable, ROOT / "benchmark/speed/cpu_time.py", *flags]
+    command = [sys.executable, ROOT / "benchmark/same.py", *flags.split()]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith(f"cpu_time.py: error: {message}")
+    assert done.returncode == 2 and done.stderr.startswith(f"same.py: error: {message}")
     assert done.stderr.count("\n") == 1

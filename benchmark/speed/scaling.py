@@ -25,7 +25,7 @@ import tyro
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from benchmark import figures  # noqa: E402
-from benchmark.cli import fail  # noqa: E402
+from benchmark.files import fail  # noqa: E402
 from benchmark.run import build, machine  # noqa: E402
 from benchmark.speed.speed import TASKS, measure  # noqa: E402
 

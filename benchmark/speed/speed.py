@@ -31,7 +31,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmark.cli import fail, read_csv  # noqa: E402
+from benchmark.files import fail, read_csv  # noqa: E402
 from benchmark.run import build, machine  # noqa: E402
 
 TASKS = {  # the scripts' own tasks, and steps for a run of half a minute

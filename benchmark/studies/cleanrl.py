@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmark.cli import fail, read_csv, write_file  # noqa: E402
+from benchmark.files import fail, read_csv, write_file  # noqa: E402
 from benchmark.run import blob, machine, seed_list  # noqa: E402
 
 STUDIES = ROOT / "benchmark/studies"

@@ -34,7 +34,7 @@ from gymnasium.wrappers.utils import RunningMeanStd
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmark.cli import fail  # noqa: E402
+from benchmark.files import fail  # noqa: E402
 
 FLAGS = """seed num_envs num_steps total_timesteps gamma gae_lambda learning_rate anneal_lr update_epochs
 num_minibatches norm_adv clip_coef clip_vloss ent_coef vf_coef max_grad_norm target_kl""".split()

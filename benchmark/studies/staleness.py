@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import ppo_async  # noqa: E402
 from benchmark import compare, figures  # noqa: E402
-from benchmark.cli import fail  # noqa: E402
+from benchmark.files import fail  # noqa: E402
 from benchmark.suites import SUITES  # noqa: E402
 
 

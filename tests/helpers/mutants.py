@@ -52,7 +52,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.csv")  # script (* for all), before, after, reason
 COLUMNS = ["line", "before", "after", "operator", "status", "test", "tests", "slow", "seconds"]
 # These compare texts (a mutant differs from the copies in other scripts), or are not about the scripts.
-NOT_RUN = "sync readme research benchmark report verdict watch tune speed gpu mutants".split()
+NOT_RUN = "sync readme research benchmark report verdict watch on_ray speed gpu mutants".split()
 
 
 class Recorder:

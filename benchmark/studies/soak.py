@@ -1,7 +1,7 @@
 """Memory and threads of every script while it trains for an hour: does either grow?
 
-    python benchmark/speed/soak.py --csv benchmark/results/speed/soak.csv
-    python benchmark/speed/soak.py ppo impala_vtrace --minutes 10
+    python benchmark/studies/soak.py --csv benchmark/results/speed/soak.csv
+    python benchmark/studies/soak.py ppo impala_vtrace --minutes 10
 
 All train at once, on one thread each and at the lowest priority, on the tasks of TASKS: their speed means
 nothing here. The CSV has PARTS rows a script (one a minute), each with medians of SAMPLES samples: resident
@@ -28,7 +28,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmark.cli import fail  # noqa: E402
+from benchmark.files import fail  # noqa: E402
 
 LIMIT, PARTS, SAMPLES = 0.02, 60, 12
 TASKS = {

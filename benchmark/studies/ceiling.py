@@ -1,7 +1,7 @@
 """How near a script comes to what its machine allows: its steps per second over those of its parts alone.
 
-    python benchmark/speed/ceiling.py --rounds 3          # --amp for bfloat16
-    python benchmark/speed/ceiling.py --script impala_vtrace --steps 102400
+    python benchmark/studies/ceiling.py --rounds 3          # --amp for bfloat16
+    python benchmark/studies/ceiling.py --script impala_vtrace --steps 102400
 
 The parts of an iteration of ppo_atari.py are 128 steps of 8 bare emulators, 128 forward passes of 8
 observations and 16 passes forward and backward of a minibatch of 256; of impala_vtrace.py 20 steps of 2 times

@@ -1,7 +1,7 @@
 """How long the actors and the learner of a decoupled script hold Python's lock, in an environment step.
 
-    python benchmark/speed/python_lock.py                                  # needs: pip install py-spy
-    python benchmark/speed/python_lock.py --script ppo_async --flags="--num-envs 64 --batch-segments 64"
+    python benchmark/studies/python_lock.py                                  # needs: pip install py-spy
+    python benchmark/studies/python_lock.py --script ppo_async --flags="--num-envs 64 --batch-segments 64"
 
 One thread of a process holds the lock at a time, so the sum of their microseconds bounds the process's rate,
 whatever its number of cores: beyond it, more processes (torchrun) help and more actors do not. Emulators and
@@ -20,7 +20,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmark.cli import fail  # noqa: E402
+from benchmark.files import fail  # noqa: E402
 from benchmark.run import build, machine  # noqa: E402
 from benchmark.speed.speed import append  # noqa: E402
 

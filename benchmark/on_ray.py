@@ -1,8 +1,8 @@
 """Runs by Ray (pip install ray): the suites of run.py on a cluster, and population-based training.
 
-    python benchmark/tune.py classic --seeds 1..3                  # what run.py does, as Ray tasks
-    python benchmark/tune.py classic --ray-address auto            # the same on this machine's cluster
-    python benchmark/tune.py pbt --script ppo --env-id CartPole-v1 --population 4 --rounds 20
+    python benchmark/on_ray.py classic --seeds 1..3                  # what run.py does, as Ray tasks
+    python benchmark/on_ray.py classic --ray-address auto            # the same on this machine's cluster
+    python benchmark/on_ray.py pbt --script ppo --env-id CartPole-v1 --population 4 --rounds 20
 
 Stop it when you like: the same command goes on. On a cluster, every node has this repository and its packages
 at the same path. A suite's CSVs come back to the machine that asked for them, while run folders stay on the
@@ -39,7 +39,7 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmark import run  # noqa: E402
-from benchmark.cli import fail, read_csv, write_file  # noqa: E402
+from benchmark.files import fail, read_csv, write_file  # noqa: E402
 from benchmark.suites import Row  # noqa: E402
 
 
@@ -91,7 +91,7 @@ def connect(args: Suite | Population):
         options |= dict(num_cpus=args.workers * args.threads, include_dashboard=False)
 
     def give_up():
-        print(f"tune.py: error: --ray-address {args.ray_address}: no answer in 25 s", file=sys.stderr)
+        print(f"on_ray.py: error: --ray-address {args.ray_address}: no answer in 25 s", file=sys.stderr)
         os._exit(2)
 
     patience = threading.Timer(25, give_up)  # Ray's own is two minutes

@@ -1,6 +1,6 @@
 """One small CSV of a run folder: a row an episode, with its step, seconds, return and length.
 
-    python benchmark/export.py runs/NAME benchmark/results/NAME.csv
+    python benchmark/episodes_csv.py runs/NAME benchmark/results/NAME.csv
 
 Seconds count from the run's first log; what passed between a stop and a resumption counts as nothing. Of
 several policies (ngu_r2d2.py) only the episodes of the first count, which is the one to evaluate.
@@ -15,7 +15,7 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmark.cli import fail, write_file  # noqa: E402
+from benchmark.files import fail, write_file  # noqa: E402
 
 
 def replaceable(path: Path) -> Path:

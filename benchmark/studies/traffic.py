@@ -1,7 +1,7 @@
 """Bytes that a process of torchrun sums with the others in an environment step, for the scripts' own tasks.
 
-    python benchmark/speed/traffic.py                    # all scripts, into results/speed/traffic.csv
-    python benchmark/speed/traffic.py ppo_atari
+    python benchmark/studies/traffic.py                    # all scripts, into results/speed/traffic.csv
+    python benchmark/studies/traffic.py ppo_atari
 
 Two processes run each script for three iterations or more, and all calls of all_reduce() count. In a ring of
 n processes each sends 2 (n - 1) / n of these bytes, whatever n is. Steps before a script learns do not count.
@@ -20,7 +20,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmark.cli import fail  # noqa: E402
+from benchmark.files import fail  # noqa: E402
 from benchmark.run import build, machine  # noqa: E402
 
 SCRIPTS = {  # environment steps of a run that learns

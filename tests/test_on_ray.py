@@ -14,7 +14,7 @@ import torch
 from conftest import scalars
 from filelock import FileLock
 
-from benchmark import tune
+from benchmark import on_ray
 
 ROOT = Path(__file__).parent.parent
 
@@ -30,7 +30,7 @@ def rows(path):
 
 
 def members(*fitness):
-    return [tune.Member(x, dict(learning_rate=1e-3 * 2**k, ent_coef=0.01)) for k, x in enumerate(fitness)]
+    return [on_ray.Member(x, dict(learning_rate=1e-3 * 2**k, ent_coef=0.01)) for k, x in enumerate(fitness)]
 
 
 def test_evolve_copies_only_what_is_more_than_5_percent_better():
@@ -43,14 +43,14 @@ def test_evolve_copies_only_what_is_more_than_5_percent_better():
         ((np.nan, 5.0), set()),  # no episode has ended yet
         ((7.0, 7.0), set()),
     ):
-        parents = [parent for parent, _ in tune.evolve(members(*fitness), np.random.default_rng(0))]
+        parents = [parent for parent, _ in on_ray.evolve(members(*fitness), np.random.default_rng(0))]
         assert {k for k, parent in enumerate(parents) if parent != k} == copies, fitness
 
 
 def test_evolve_multiplies_a_third_of_the_values_by_its_factor():
     population, factors, others = members(*np.linspace(1, 100, 20)), [], []
     for seed in range(100):
-        for k, (parent, values) in enumerate(tune.evolve(population, np.random.default_rng(seed))):
+        for k, (parent, values) in enumerate(on_ray.evolve(population, np.random.default_rng(seed))):
             assert parent == k or population[parent].fitness > 1.05 * population[k].fitness
             factors += [x / population[parent].values[name] for name, x in values.items()]
             others += [parent] * (k == 0)
@@ -62,7 +62,7 @@ def test_evolve_multiplies_a_third_of_the_values_by_its_factor():
 
 def test_evolve_repeats():
     first, again, other = (
-        tune.evolve(members(1, 5, 9, 2), np.random.default_rng(seed)) for seed in (3, 3, 4)
+        on_ray.evolve(members(1, 5, 9, 2), np.random.default_rng(seed)) for seed in (3, 3, 4)
     )
     assert first == again != other
 
@@ -81,10 +81,10 @@ def test_a_population_goes_on_from_its_parents_checkpoints():
         2,
         "--flags=--learning-rate 0",
     ]
-    subprocess.run(command("tune", "pbt", *flags), check=True, capture_output=True, timeout=600)
+    subprocess.run(command("on_ray", "pbt", *flags), check=True, capture_output=True, timeout=600)
     table, folder = (
-        rows("tune_results/pbt/CartPole-v1__ppo__pbt__2.csv"),
-        Path("tune_results/pbt/unfinished/CartPole-v1__ppo__pbt__2"),
+        rows("on_ray_results/pbt/CartPole-v1__ppo__pbt__2.csv"),
+        Path("on_ray_results/pbt/unfinished/CartPole-v1__ppo__pbt__2"),
     )
     assert [row["step"] for row in table] == ["2048", "2048", "4096", "4096"]
     assert [row["parent"] for row in table] == ["0", "1", "1", "1"]  # member 1 is a sixth better by chance
@@ -119,19 +119,19 @@ def test_a_suite_has_the_results_of_run_py():
         "--total-timesteps",
         4096,
     ]
-    for tool in ("run", "tune"):
+    for tool in ("run", "on_ray"):
         subprocess.run(command(tool, *flags), check=True, capture_output=True, timeout=600)
     for name in ("CartPole-v1__ppo__total-timesteps=4096__1.csv", "runs.csv"):
         ours, theirs = (
             [row | dict(seconds="", started="") for row in rows(f"{x}_results/classic/{name}")]
-            for x in ("tune", "run")
+            for x in ("on_ray", "run")
         )
         assert ours == theirs and ours
 
 
 def test_a_cancelled_task_saves_its_run_and_leaves_no_process():
     """Ray cancels by a KeyboardInterrupt, even where its workers were started with SIGINT ignored."""
-    code = "from benchmark.tune import *; args = Suite('classic', results=Path.cwd()); "
+    code = "from benchmark.on_ray import *; args = Suite('classic', results=Path.cwd()); "
     code += "take_further(Trial(args, run.SUITES['classic'][0], 1))"
     env = os.environ | dict(PYTHONPATH=str(ROOT))
     ignored = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)  # noqa: E731
@@ -158,12 +158,12 @@ def test_a_cancelled_task_saves_its_run_and_leaves_no_process():
     ],
 )
 def test_mistakes(flags, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["tune.py", *flags, "--results", "results"])
+    monkeypatch.setattr(sys, "argv", ["on_ray.py", *flags, "--results", "results"])
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     with pytest.raises(SystemExit, match="2"):
-        tune.main()
+        on_ray.main()
     error = capsys.readouterr().err
-    assert error.startswith(f"tune.py: error: {message}") and error.count("\n") == 1
+    assert error.startswith(f"on_ray.py: error: {message}") and error.count("\n") == 1
     assert not os.path.exists("results")
 
 
@@ -171,7 +171,7 @@ def test_mistakes(flags, message, monkeypatch, capsys):
 def test_a_cluster_that_does_not_answer(address):
     """Is said within half a minute; Ray by itself waits for two."""
     pytest.importorskip("ray")
-    flags = command("tune", "classic", "--seeds", 1, "--ray-address", address)
+    flags = command("on_ray", "classic", "--seeds", 1, "--ray-address", address)
     done = subprocess.run(flags, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 2 and f"tune.py: error: --ray-address {address}: " in done.stderr
-    assert not Path("tune_results").exists()
+    assert done.returncode == 2 and f"on_ray.py: error: --ray-address {address}: " in done.stderr
+    assert not Path("on_ray_results").exists()
