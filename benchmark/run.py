@@ -34,7 +34,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -283,7 +283,8 @@ class Run:
             if stopping.is_set() or self.is_beyond():
                 process.send_signal(signal.SIGTERM)
                 process.wait()
-            stopping.wait(1) if not stopping.is_set() else time.sleep(0.1)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=1)
         self.started.unlink(missing_ok=True)
         return process.returncode
 
@@ -458,14 +459,15 @@ def main():
     ):
         bar.initial = bar.n = progress()  # the estimate is of what is left
         futures = [pool.submit(run.work, stopping) for run in runs]
-        while not all(future.done() for future in futures):
+        going_on = futures
+        while going_on:
+            going_on = wait(going_on, timeout=1, return_when=FIRST_COMPLETED).not_done
             failed = [future.exception() for future in futures if future.done() and future.exception()]
             if any(isinstance(error, Mistake) for error in failed):
                 stopping.set()  # the other runs would make it, too
-            bar.update(progress() - bar.n)
             done = sum(run.is_done() for run in runs)
             bar.set_postfix_str(f"{done} of {len(runs)} runs", refresh=False)
-            stopping.wait(1) if not stopping.is_set() else time.sleep(0.1)
+            bar.update(progress() - bar.n)
     errors = [future.exception() for future in futures if future.exception()]
     for error in errors:
         print(f"run.py: error: {error}", file=sys.stderr)

@@ -581,10 +581,20 @@ def test_checkpoint_is_never_half_written(script, monkeypatch):
     assert (run_dir / "checkpoint.pt").read_bytes() == before
 
 
-@pytest.mark.parametrize("signum,code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signal_saves_and_exits(script, signum, code):
+# both for ppo.py, and one of the two for each of the others, as the handler is the same for both
+SIGNALS = [("ppo", signal.SIGINT)]
+SIGNALS += [(name, (signal.SIGTERM, signal.SIGINT)[k % 2]) for k, name in enumerate(SCRIPTS | OTHERS)]
+
+
+@pytest.mark.parametrize("name,signum", SIGNALS)
+def test_signal_saves_and_exits(name, signum):
+    script, code = (SCRIPTS | OTHERS)[name], 128 + signum
     command = [sys.executable, ROOT / f"{script.SCRIPT}.py"]
-    flags = ["--num-envs", "2", "--num-steps", "16"] if script is ppo_atari else ["--env-id", QUICK[script]]
+    flags = (
+        ["--num-envs", "2", "--num-steps", "16"]
+        if script is ppo_atari
+        else ["--env-id", QUICK.get(script, "CartPole-v1")]
+    )
     run = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     run_dir = Path(run.stdout.readline().strip())
     wait_for(lambda: list(run_dir.glob("events*")))
