@@ -38,6 +38,10 @@ RESULTS = ROOT / "benchmark/results"
 SUMMARY = ROOT / "benchmark/RESULTS.md", ROOT / "README.md"  # pages that have the summary
 TABLES = ROOT / "benchmark/TABLES.md"  # has a table a suite
 RANDOM = RESULTS / "random_policy.csv"
+LEGEND = """A ratio is ours by theirs, counted from random actions, with its 95 % interval. matches: it is
+within 10 % of 1; below, above: it is on one side of 1; open: it takes more runs; cut: stopped before the end.
+Bands of curves: quartiles of ours, what was published of others. A question mark: the source does not say
+what its band is. build: the commit of the script. `benchmark/METHODS.md` says more."""
 LEAST_SEEDS = 5  # for an interquartile mean
 HERE = "CleanRL, run here"
 GROUPS = HERE, "CleanRL, published", "all published"
@@ -377,9 +381,10 @@ def flags_line(rows: list[Row]) -> str:
     return "\n".join(said)
 
 
-def mean_and_runs(x: Runs, row: Row) -> str:
-    """A cell of the summary."""
-    deviation = "" if x.deviation is None else f" ± {number(x.deviation)}"
+def mean_and_runs(x: Runs, row: Row, is_published: bool = False) -> str:
+    """A cell of the summary. A standard deviation that was published stays as it was published."""
+    spread = x.spread if is_published and x.is_std else x.deviation
+    deviation = "" if spread is None else f" ± {number(spread)}"
     return f"{number(x.mean)}{deviation} ({x.runs}{version_of(x.env_id, row)})"
 
 
@@ -403,7 +408,7 @@ def summary(results: dict[str, list[tuple[Row, Result | None]]]) -> str:
         for names in (("CleanRL", "the blog"), ("openai/baselines", "openai/baselines 2018")):
             found = [x for x in published_beside(row, result) if x.by in names]
             found = [x for x in found if x.env_id == row.task] or found
-            cells.append(mean_and_runs(found[0], row) if found else "")
+            cells.append(mean_and_runs(found[0], row, is_published=True) if found else "")
         first = first_ratio(row, result) if result else None
         cells.append(said(first, "cut" if result.is_cut else None) if first else "")
         lines.append(cells)
@@ -524,10 +529,10 @@ def write(args: Args, results: dict[str, list[tuple[Row, Result | None]]]):
     for suite in args.suites:
         if is_drawn(results[suite]):
             figures.save(figure(results[suite]), args.results / suite / "curves")
-    parts = []
+    parts = [figures.html_text(LEGEND)]
     for suite, content in results.items():
         parts += [f"<h2>{suite}</h2>", figures.html_table(table(content))]
-        parts += [f"<p>{flags_line([row for row, _ in content])}"]
+        parts += [figures.html_text(flags_line([row for row, _ in content]))]
         parts += [figures.html_image(figure(content))] if is_drawn(content) else []
     write_file(args.results / "index.html", figures.html_page("Benchmark", parts))
     if args.results.resolve() == RESULTS and not args.flags:

@@ -10,8 +10,11 @@ import csv
 import io
 import sys
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -70,10 +73,21 @@ def export(run_dir: Path | str, path: Path | str):
     write_file(replaceable(path), text.getvalue())
 
 
-if __name__ == "__main__":
-    if len(sys.argv) != 3 or not Path(sys.argv[1]).is_dir():
-        fail("give a run folder and the CSV to write")
+@dataclass
+class Args:
+    run: Annotated[Path, tyro.conf.Positional]  # folder of a run
+    csv: Annotated[Path, tyro.conf.Positional]  # to write
+
+
+def main():
+    args = tyro.cli(Args, description=__doc__)
+    if not args.run.is_dir():
+        fail(f"there is no folder {args.run}")
     try:
-        export(*sys.argv[1:])
+        export(args.run, args.csv)
     except (OSError, ValueError) as error:
         fail(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 import base64
 import html
 import io
+import re
 from pathlib import Path
 
 import matplotlib
@@ -87,11 +88,12 @@ def finish(ax: Axes, title: str, xlabel: str = "environment steps", ylabel: str 
 
 def legend(figure: Figure, columns: int | None = None):
     """One for all panels, below them, with as many columns as there is room for."""
-    columns = columns or max(1, int(figure.get_figwidth() // 3))
     found = {}
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
+    inches = 0.7 + 0.075 * max(map(len, found), default=0)  # of a column: a line and the longest label
+    columns = columns or max(1, int(figure.get_figwidth() // inches))
     place = dict(loc="outside lower center", ncols=min(columns, max(1, len(found))), fontsize=9)
     figure.legend(found.values(), found.keys(), **place)
 
@@ -110,14 +112,21 @@ def save(figure: Figure, path: Path):
     write_file(path.with_suffix(".svg"), buffer.getvalue())
 
 
-STYLE = "body{font:14px sans-serif;margin:2em} table{border-collapse:collapse;margin:1em 0} "
+STYLE = "body{font:14px sans-serif;margin:2em} "
+STYLE += "table{border-collapse:collapse;margin:1em 0;display:block;overflow-x:auto} "
 STYLE += "td,th{border:1px solid #ccc;padding:3px 8px;text-align:left} img{max-width:100%}"
 
 
 def html_page(title: str, parts: list[str]) -> str:
     """A page that needs no other file."""
-    head = f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
+    head = "<!doctype html><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+    head += f"<title>{html.escape(title)}</title><style>{STYLE}</style>"
     return f"{head}{''.join(parts)}\n"
+
+
+def html_text(text: str) -> str:
+    """Markdown of one paragraph, of which only `code` is known."""
+    return "<p>" + re.sub("`(.*?)`", r"<code>\1</code>", html.escape(text))
 
 
 def html_table(lines: list[list[str]]) -> str:

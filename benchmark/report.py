@@ -252,10 +252,11 @@ def curve_of(runs: list[Run], metric: str, axis: int, window: int | None, band: 
 
 
 def panels_of(groups: dict[str, list[Run]], metric: str, band: str) -> list[Panel]:
-    """The metric over steps and over minutes, then all else that was logged over steps."""
+    """The metric over steps and, from a minute on, over minutes; then all else that was logged over steps."""
     tags = {tag for runs in groups.values() for run in runs for tag in run.scalars}
+    axes = [0, 1] if max(run.end[1] for runs in groups.values() for run in runs) >= 1 else [0]
     panels = []
-    for tag, axis in [(metric, 0), (metric, 1), *((tag, 0) for tag in sorted(tags - {metric}))]:
+    for tag, axis in [*((metric, axis) for axis in axes), *((tag, 0) for tag in sorted(tags - {metric}))]:
         window = 100 if tag == metric or tag.startswith("charts/episodic") else None
         curves = {}
         for label, runs in groups.items():
@@ -318,9 +319,12 @@ def picture(panels: list[Panel], across: int, height: float, labels: list[str]) 
 
 def pictures(panels: list[Panel], labels: list[str]) -> list[Figure]:
     """The metric over steps and minutes, and small panels of all else."""
-    main = picture(panels[:2], 2, 4, labels)
-    main.axes[1].sharey(main.axes[0])
-    return [main, picture(panels[2:], 4, 2.1, labels)] if panels[2:] else [main]
+    of_metric = [panel for panel in panels if panel.metric == panels[0].metric]
+    others = panels[len(of_metric) :]
+    main = picture(of_metric, 2, 4, labels)
+    for ax in main.axes[1 : len(of_metric)]:
+        ax.sharey(main.axes[0])
+    return [main, picture(others, 4, 2.1, labels)] if others else [main]
 
 
 # === HTML ====================================================================================
@@ -346,7 +350,8 @@ def results(groups: dict[str, list[Run]], metric: str, band: str) -> list[list[s
         cells.append(summary_text(final, band) if final else "")
         cells.append(f"{np.mean(speed):,.0f}" if speed else "")
         lines.append([*cells, number(np.mean([run.end[1] for run in runs]))])
-    return lines
+    filled = [any(column[1:]) for column in zip(*lines, strict=True)]  # CSVs have no steps/s
+    return [[cell for cell, is_shown in zip(line, filled, strict=True) if is_shown] for line in lines]
 
 
 def arguments(groups: dict[str, list[Run]]) -> list[list[str]]:
@@ -451,7 +456,7 @@ def read_all(folders: tuple[Path, ...], metric: str) -> tuple[dict[str, dict[str
             try:
                 runs[path] = read_result(path) if csvs else read(path)
             except (OSError, EOFError, ValueError, zlib.error) as error:  # one run is not to cost the page
-                notes.append(f"{path.name}: {error}")
+                notes.append(f"{path.name}: left out, {error}")
     if not runs:
         fail("; ".join(notes) or "give run folders, such as runs/*")
     groups = group(list(runs.values()), notes)

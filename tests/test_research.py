@@ -57,12 +57,14 @@ def test_there_are_five_changes_and_a_notebook():
     assert len(PARTS) == 6 and sum("```diff" in part for part in PARTS.values()) == 4
 
 
-def test_a_notebook(monkeypatch):
+def test_a_notebook(capsys):
     """What the page shows runs as it is, with a run's name."""
     run_dir = ppo_continuous.train(small_args(ppo_continuous))
     code = re.search(r"```python\n(.*?)```", PARTS["A trained agent in a notebook"], re.DOTALL)[1]
     names = {}
+    capsys.readouterr()
     exec(code.replace("runs/NAME", str(run_dir)), names)
+    assert all(float(line) < -100 for line in capsys.readouterr().out.splitlines()[-4:])  # Pendulum's returns
     assert names["reward"].shape == names["value"].shape == (1,)
     saved = ppo_continuous.load_checkpoint(run_dir)["agent"]
     assert all(torch.equal(x, saved[name]) for name, x in names["agent"].state_dict().items())
