@@ -1,14 +1,17 @@
 """The benchmark's tools, on short runs: nothing is lost or run twice, and a worse run is called short."""
 
 import csv
+import io
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -43,6 +46,19 @@ def run_it(*flags, code=0):
     done = subprocess.run(command(*flags), capture_output=True, text=True, timeout=600)
     assert done.returncode == code, done.stderr
     return done
+
+
+def in_this_process(command):
+    """What subprocess.run(command, capture_output=True, text=True) returns of a tool, without its imports."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(word) for word in command[1:]])
+        try:
+            runpy.run_path(str(command[1]), run_name="__main__")
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+    return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
 
 
 def rows(path="results/classic/runs.csv"):
@@ -361,7 +377,7 @@ def test_stop_at_ends_a_run_early_on_its_full_schedule_and_a_higher_one_continue
     ],
 )
 def test_mistakes_of_run(flags, message):
-    done = subprocess.run(command(*flags), capture_output=True, text=True)
+    done = in_this_process(command(*flags))
     assert done.returncode == 2 and done.stderr.startswith(f"run.py: error: {message}")
     assert done.stderr.count("\n") == 1 and not Path("results").exists()
 
@@ -374,9 +390,7 @@ def test_a_wrong_flag_of_a_script_ends_the_runner():
 
 @pytest.mark.parametrize("tool", ["run", "compare"])
 def test_help_lists_the_suites(tool):
-    done = subprocess.run(
-        [sys.executable, ROOT / f"benchmark/{tool}.py", "--help"], capture_output=True, text=True
-    )
+    done = in_this_process([sys.executable, ROOT / f"benchmark/{tool}.py", "--help"])
     words = done.stdout.replace(",", " ").split()
     assert done.returncode == 0 and SUITES.keys() <= set(words)
 
@@ -603,7 +617,7 @@ def test_a_table_of_other_columns(capfd):
     write("runs", "run,commit\nCartPole-v1__ppo__1,abc\n")
     tool = [sys.executable, ROOT / "benchmark/run.py", "classic", "--seeds", "1", "--results", "."]
     for command in (tool, [sys.executable, ROOT / "benchmark/compare.py", "classic", "--results", "."]):
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = in_this_process(command)
         assert done.returncode == 2 and done.stderr.count("\n") == 1
         assert "runs.csv has other columns than run, script" in done.stderr
 
@@ -626,7 +640,7 @@ def test_half_a_row_of_a_table(end, words):
     write("CartPole-v1__ppo__1")
     tool = [sys.executable, ROOT / "benchmark/run.py", "classic", "--seeds", "1", "--results", "."]
     for command in (tool, [sys.executable, ROOT / "benchmark/compare.py", "classic", "--results", "."]):
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = in_this_process(command)
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
         assert f"classic/runs.csv, {words}" in done.stderr
     assert Path("classic/runs.csv").read_text(encoding="utf-8") == table
@@ -637,7 +651,7 @@ def test_half_a_row_of_a_table(end, words):
 def hints(*flags):
     """The lines of compare.py below its table."""
     tool = [sys.executable, ROOT / "benchmark/compare.py", *flags, "--results", "."]
-    done = subprocess.run(tool, capture_output=True, text=True)
+    done = in_this_process(tool)
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if "not run with these flags" in line]
 
@@ -719,10 +733,10 @@ def test_a_worse_run_is_called_below():
     tool = [sys.executable, ROOT / "benchmark/compare.py", "classic", "--results", "mine"]
     before = {path: path.stat().st_mtime_ns for path in RESULTS.rglob("*")}
     before[compare.TABLES] = compare.TABLES.stat().st_mtime_ns
-    done = subprocess.run(tool, capture_output=True, text=True)
+    done = in_this_process(tool)
     assert done.returncode == 1 and re.search(r"\| ppo \| CartPole-v1 .* below ", done.stdout), done.stdout
     assert len(list(Path("mine").rglob("*"))) == 7
-    done = subprocess.run([*tool, "--write"], capture_output=True, text=True)
+    done = in_this_process([*tool, "--write"])
     assert done.returncode == 1
     page = Path("mine/index.html").read_text(encoding="utf-8")
     assert "data:image/png;base64" in page and "http" not in page and ">not run<" in page
@@ -739,9 +753,7 @@ def test_a_worse_run_is_called_below():
     ],
 )
 def test_mistakes_of_compare(flags, message):
-    done = subprocess.run(
-        [sys.executable, ROOT / "benchmark/compare.py", *flags], capture_output=True, text=True
-    )
+    done = in_this_process([sys.executable, ROOT / "benchmark/compare.py", *flags])
     assert done.returncode == 2 and done.stderr.startswith(f"compare.py: error: {message}")
     assert done.stderr.count("\n") == 1
 
@@ -767,7 +779,7 @@ def test_same_takes_a_run_of_each_recorded_build():
 )
 def test_mistakes_of_same(flags, message):
     command = [sys.executable, ROOT / "benchmark/same.py", *flags]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = in_this_process(command)
     assert done.returncode == 2 and done.stderr.startswith(f"same.py: error: {message}")
     assert done.stderr.count("\n") == 1
 
@@ -949,11 +961,11 @@ def test_staleness_table_of_the_page():
     before = figure.read_bytes()
     figure.unlink()
     tool = [sys.executable, ROOT / "benchmark/studies/staleness.py", "--results", "."]
-    table = subprocess.run(tool, check=True, capture_output=True, text=True).stdout.strip()
+    table = in_this_process(tool).stdout.strip()
     page = (ROOT / "docs/async.md").read_text(encoding="utf-8")
     assert len(table.splitlines()) == 2 + 15 and f"<!-- staleness -->\n{table}\n<!-- end of" in page
     assert not figure.exists()
-    subprocess.run([*tool, "--write"], check=True, capture_output=True)
+    in_this_process([*tool, "--write"])
     assert figure.read_bytes() == before and page == (ROOT / "docs/async.md").read_text(encoding="utf-8")
 
 

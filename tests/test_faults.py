@@ -160,10 +160,10 @@ def later(seconds):
 
 @fault
 def sigkill(script):
-    """Ten kills, while it starts or runs or saves, each resumed; and then to its end."""
+    """Kills while it starts or runs or saves, each resumed; and then to its end."""
     moments, begin = random.Random(script.SCRIPT), time.time()
     more = flags(script, total_timesteps=10**9, save_every=3)
-    for number in range(10):
+    for number in range(10 if script is ppo else 4):
         process = start(script, *more, sabotage=partial(later, number))
         if number == 0:
             while not (found := list(Path("runs").glob("*/checkpoint.pt"))) and time.time() < begin + 30:

@@ -33,6 +33,7 @@ COMMANDS = [line.split("&& .venv/bin/")[-1] for line in COMMANDS if "-m pytest" 
 SHORTER = [  # of tools; scripts make two short iterations, or two more where one goes on
     (r"--nproc-per-node 8 (.*) --num-envs 64", r"--nproc-per-node 2 \1 --num-envs 8"),
     (r"run\.py classic --seeds 1\.\.3", "run.py classic --seeds 1 --scripts ppo --total-timesteps 2048"),
+    (r"=2\.5e-4,1e-3 +--seeds 1\.\.3", "=2.5e-4,1e-3 --seeds 1"),  # test_report.py looks at all of the sweep
     (r"watch\.py", "watch.py --episodes 1"),
     (r"--population 4 --rounds 20", "--population 2 --rounds 1"),
     (r"--eval-episodes 20", "--eval-episodes 2"),
