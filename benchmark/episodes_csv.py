@@ -67,7 +67,7 @@ def export(run_dir: Path | str, path: Path | str):
     for e, n in zip(returns, lengths, strict=True):
         while k + 1 < len(steps) and steps[k] < e.step:
             k += 1
-        writer.writerow([e.step, f"{clock[steps[k]]:.0f}", f"{e.value:.7g}", int(n.value)])
+        writer.writerow([e.step, f"{clock[steps[k]]:.2f}", f"{e.value:.7g}", int(n.value)])
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(replaceable(path), text.getvalue())

@@ -130,7 +130,7 @@ def read(folder: Path) -> Run:
             scalars[tag] = np.array(sorted(found, key=lambda e: e[0]))
     training = [x for tag, x in scalars.items() if not tag.startswith("eval/")]
     if not training:
-        raise ValueError("nothing logged so far")
+        raise ValueError("nothing logged so far that can be read")
     # every start has written a file, named by its second: the time before it is no training
     starts = [float(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*")]
     ticks = np.unique(np.concatenate([starts, *(x[:, 1] for x in training)]))
@@ -252,11 +252,10 @@ def curve_of(runs: list[Run], metric: str, axis: int, window: int | None, band: 
 
 
 def panels_of(groups: dict[str, list[Run]], metric: str, band: str) -> list[Panel]:
-    """The metric over steps and, from a minute on, over minutes; then all else that was logged over steps."""
+    """The metric over steps and over minutes, then all else that was logged over steps."""
     tags = {tag for runs in groups.values() for run in runs for tag in run.scalars}
-    axes = [0, 1] if max(run.end[1] for runs in groups.values() for run in runs) >= 1 else [0]
     panels = []
-    for tag, axis in [*((metric, axis) for axis in axes), *((tag, 0) for tag in sorted(tags - {metric}))]:
+    for tag, axis in [(metric, 0), (metric, 1), *((tag, 0) for tag in sorted(tags - {metric}))]:
         window = 100 if tag == metric or tag.startswith("charts/episodic") else None
         curves = {}
         for label, runs in groups.items():
@@ -319,12 +318,9 @@ def picture(panels: list[Panel], across: int, height: float, labels: list[str]) 
 
 def pictures(panels: list[Panel], labels: list[str]) -> list[Figure]:
     """The metric over steps and minutes, and small panels of all else."""
-    of_metric = [panel for panel in panels if panel.metric == panels[0].metric]
-    others = panels[len(of_metric) :]
-    main = picture(of_metric, 2, 4, labels)
-    for ax in main.axes[1 : len(of_metric)]:
-        ax.sharey(main.axes[0])
-    return [main, picture(others, 4, 2.1, labels)] if others else [main]
+    main = picture(panels[:2], 2, 4, labels)
+    main.axes[1].sharey(main.axes[0])
+    return [main, picture(panels[2:], 4, 2.1, labels)] if panels[2:] else [main]
 
 
 # === HTML ====================================================================================

@@ -292,8 +292,8 @@ def test_results_of_run_py_are_what_its_csvs_have(monkeypatch, capsys):
         format="run.py", env_id="my:Task-v0", seed="1", sync="True", learning_rate="1e-3"
     )
     page, said = report_on(monkeypatch, "results"), capsys.readouterr().err
-    assert tables(page)[0][1] == ["ppo", "1, 5", "250", "6.00 ± 0.00", "", "3.00"]
-    for note in ("2.csv: .*columns", "3.csv: no episode", "4.csv: .*No such file", "6.csv.gz: .*end"):
+    assert tables(page)[0][1] == ["ppo", "1, 5", "250", "6.00 ± 0.00", "3.00"]
+    for note in ("2.csv: left out, .*columns", "3.csv: left out, no episode", "4.csv: .*No such file", "6.csv.gz: .*end"):
         assert re.search(f"report.py: Task-v0__ppo__sync__{note}", said), said
 
 
@@ -352,11 +352,11 @@ def test_runs_that_cannot_be_shown_get_a_line(runs, monkeypatch, capsys):
     write_run("runs/other", [("charts/SPS", 1000, 700.0)])
     page, said = report_on(monkeypatch, *sorted(Path("runs").iterdir())), capsys.readouterr().err
     for note in (
-        "CartPole-v1__ppo__8__1: nothing logged so far",
-        "CartPole-v1__ppo__9__1: nothing logged so far",
+        "CartPole-v1__ppo__8__1: left out, nothing logged so far that can be read",
+        "CartPole-v1__ppo__9__1: left out, nothing logged so far that can be read",
         "runs/empty: no TensorBoard events",
         f"CartPole-v1__copy__1__1: no {RETURN} so far",
-        "other: no arguments logged, and no name such as ENV_ID__SCRIPT__SEED__TIME",
+        "other: left out, no arguments logged, and no name such as ENV_ID__SCRIPT__SEED__TIME",
     ):
         assert note in page and f"report.py: {note}\n" in said
     (copy, unfinished), *_ = [table[1:] for table in tables(page)]
@@ -378,7 +378,7 @@ def test_pauses_evaluations_and_repetitions(monkeypatch, capsys):
     assert run.scalars[RETURN][:, :2].tolist() == [[1, 1], [2, 2], [3, 3]] and run.end == (3, 3)
     write_run("runs/Task-v0__ppo__1__2", [(RETURN, 1, 100.0)])
     page = report_on(monkeypatch, "runs", "runs/Task-v0__ppo__1__1")
-    assert tables(page)[0][1] == ["ppo", "1", "3", "5.00", "", "3.00"]
+    assert tables(page)[0][1] == ["ppo", "1", "3", "5.00", "3.00"]
     note = "Task-v0__ppo__1__2: left out for Task-v0__ppo__1__1, longer or newer"
     assert capsys.readouterr().err == f"report.py: {note}\n" and note in page
     _, panels = report.pictures(report.panels_of({"ppo": [run]}, RETURN, "std"), ["ppo"])
