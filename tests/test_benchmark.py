@@ -1085,3 +1085,13 @@ def test_disco_counts_the_cells_of_agents_and_walks(monkeypatch):
     assert 1 <= float(agent["cells_mean"]) <= float(agent["length_mean"]) + 1
     assert float(careful["length_mean"]) == 500 and float(careful["cells_mean"]) > 10
     assert float(uniform["length_mean"]) < 5 and float(uniform["cells_mean"]) < 5
+
+
+def test_controls_of_the_page():
+    """METHODS.md has the score of every run of the controls."""
+    page, said = (ROOT / "benchmark/METHODS.md").read_text(encoding="utf-8"), []
+    for folder in sorted((RESULTS / "controls").glob("*/mujoco")):
+        for name in read_table(folder / "runs.csv"):
+            returns = [float(row["return"]) for row in read_csv(csv_path(folder, name))]
+            said.append(f"{np.mean(returns[-100:]):.0f}")
+    assert len(said) == 6 and all(re.search(rf"\b{score}\b", page) for score in said), said

@@ -293,7 +293,12 @@ def test_results_of_run_py_are_what_its_csvs_have(monkeypatch, capsys):
     )
     page, said = report_on(monkeypatch, "results"), capsys.readouterr().err
     assert tables(page)[0][1] == ["ppo", "1, 5", "250", "6.00 ± 0.00", "3.00"]
-    for note in ("2.csv: left out, .*columns", "3.csv: left out, no episode", "4.csv: .*No such file", "6.csv.gz: .*end"):
+    for note in (
+        "2.csv: left out, .*columns",
+        "3.csv: left out, no episode",
+        "4.csv: .*No such file",
+        "6.csv.gz: .*end",
+    ):
         assert re.search(f"report.py: Task-v0__ppo__sync__{note}", said), said
 
 
