@@ -555,7 +555,8 @@ def main():
         if not steps.isdigit():
             fail(f"--flags: total-timesteps cannot be {steps}")
         suites = {
-            suite: [replace(row, steps=int(steps), targets=()) for row in SUITES[suite]] for suite in SUITES
+            suite: [replace(row, steps=int(steps), targets=(), has_peers=False) for row in SUITES[suite]]
+            for suite in SUITES
         }
     results = {suite: [(row, load(suite, row, args)) for row in suites[suite]] for suite in suites}
     is_below = False

@@ -49,6 +49,7 @@ class Row:
     threads: int = 1  # of a run
     panel: str = ""  # of the suite's figure; else rows of the same task share one
     is_drawn: bool = True  # in the suite's figure
+    has_peers: bool = True  # false where the schedule is not that of others' runs
 
     @property
     def task(self) -> str:
@@ -57,7 +58,8 @@ class Row:
     @property
     def is_comparable(self) -> bool:
         """Whether CleanRL has the same script and task, with the same flags."""
-        return self.script in CLEANRL and not self.flags and "." not in self.env_id
+        is_theirs = self.script in CLEANRL and not self.flags and "." not in self.env_id
+        return is_theirs and self.has_peers
 
     @property
     def file(self) -> str:

@@ -443,7 +443,13 @@ def test_words_of_a_row(values, said):
     assert word == said and float(low) < float(middle) < float(high)
 
 
-def test_rows_without_a_word():
+@pytest.fixture
+def without_runs_here(monkeypatch):
+    """As if CleanRL had not been run here."""
+    monkeypatch.setattr(compare, "run_here", lambda script, task: None)
+
+
+def test_rows_without_a_word(without_runs_here):
     cut = cells(result(TEN, steps=300_000))
     assert set(cut.values()) == {""}  # a score says nothing of another step
     assert set(cells(result(TEN, published=(490.0, None))).values()) == {""}
@@ -479,7 +485,7 @@ def test_a_score_beside_its_curve_has_the_spread_of_the_end():
     assert compare.published(target, 500_000, False).mean < 2316
 
 
-def test_groups_of_runs():
+def test_groups_of_runs(without_runs_here):
     """CleanRL of this version alone, all of them pooled, and one that has no spread in neither."""
     targets = [Target("CleanRL", "CartPole-v1", 300.0, 6.0, 3), Target("they", "CartPole-v0", 490.0, 6.0, 9)]
     targets.append(Target("single", "CartPole-v1", 1000.0, runs=1))
@@ -816,7 +822,7 @@ def test_another_version_of_a_task_is_dotted_or_hollow():
     assert lines["openai/baselines 2018, -v2, 6 runs"] == ":" and lines["ppo_continuous.py"] == "-"
 
 
-def test_bands_are_quartiles_and_few_seeds_are_thin_lines():
+def test_bands_are_quartiles_and_few_seeds_are_thin_lines(without_runs_here):
     row = Row("ppo", "CartPole-v1", 500_000)
     (ax,) = compare.figure([(row, result(np.arange(8.0), row=row))]).axes
     (band,) = ax.collections
