@@ -1216,7 +1216,8 @@ def check_spaces(env_id: str, envs: gym.vector.VectorEnv):
     if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
         fail(f"{env_id} acts in {action_space}: try ppo_continuous.py, or Discrete actions from 0")
     if not isinstance(obs_space, gym.spaces.Box):
-        fail(f"{env_id} observes {obs_space}: this script takes vectors and images")
+        hint = "gym.wrappers.FlattenObservation in make_env() makes vectors"
+        fail(f"{env_id} observes {obs_space}: this script takes vectors and images; {hint}")
 
 
 def fail(message: str) -> NoReturn:

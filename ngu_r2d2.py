@@ -1425,7 +1425,8 @@ def check_spaces(env_id: str, envs: gym.vector.VectorEnv):
     if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
         fail(f"{env_id} acts in {action_space}: try ppo_continuous.py, or Discrete actions from 0")
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
-        fail(f"{env_id} observes {obs_space}: this script takes vectors and images")
+        hint = "gym.wrappers.FlattenObservation in make_env() makes vectors"
+        fail(f"{env_id} observes {obs_space}: this script takes vectors and images; {hint}")
     is_grid = kind_of(obs_space.shape) == "grid" and obs_space.dtype == np.uint8
     if is_grid and not envs.render_mode and envs.reset()[0].max() > 10:  # a reset would be filmed
         fail(f"{env_id}: of images below 36 x 36, this script takes grids of numbers below 11")

@@ -867,7 +867,8 @@ def check_spaces(args: Args, envs: gym.vector.VectorEnv):
     if not is_handled or action_space.start.any():
         fail(f"{args.env_id} acts in {action_space}: try ppo.py or ppo_continuous.py")
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
-        fail(f"{args.env_id} observes {obs_space}: this script takes vectors and images")
+        hint = "gym.wrappers.FlattenObservation in make_env() makes vectors"
+        fail(f"{args.env_id} observes {obs_space}: this script takes vectors and images; {hint}")
     if args.normalize and len(obs_space.shape) == 3:
         fail(f"{args.env_id} observes images: add --no-normalize")
 
