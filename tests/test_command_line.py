@@ -176,6 +176,29 @@ def test_observations_that_are_no_vectors_name_the_way_out(name, monkeypatch, ca
         assert "ngu_r2d2.py" in words or env_id == "FrozenLake-v1"
 
 
+def test_the_name_of_a_game_names_its_id(monkeypatch, capsys):
+    words = mistake(ppo_atari, "--env-id", "Breakout", monkeypatch=monkeypatch, capsys=capsys)
+    assert "(try BreakoutNoFrameskip-v4)" in words
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_shared", "ppo_continuous"])
+@pytest.mark.parametrize("part", ["log_prob", "value"])
+def test_shapes_that_the_loss_would_broadcast_are_refused(name, part, monkeypatch):
+    """Of a fork: log-probabilities of each action component, or values (B, 1)."""
+    script = ALL[name]
+    dist_class = script.Normal if name == "ppo_continuous" else script.Categorical
+    if part == "log_prob":
+        log_prob = dist_class.log_prob
+        monkeypatch.setattr(dist_class, "log_prob", lambda *x: log_prob(*x).unsqueeze(-1))
+    else:
+        forward = script.Agent.forward
+        monkeypatch.setattr(
+            script.Agent, "forward", lambda *x: (forward(*x)[0], forward(*x)[1].unsqueeze(-1))
+        )
+    with pytest.raises(AssertionError):
+        script.train(small_args(script, env_id=quick(script)))
+
+
 def test_modules_are_looked_for_in_the_working_folder(script, monkeypatch):
     monkeypatch.setattr(script, "parse_args", lambda: sys.exit(repr(sys.path)))
     assert os.getcwd() in eval(command(script, monkeypatch=monkeypatch))
