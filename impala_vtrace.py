@@ -134,7 +134,7 @@ class Args:
         return max(actors, math.ceil(self.batch_groups / 2))
 
     @property
-    def batch_size(self) -> int:  # steps of an iteration, of all processes: B of each
+    def batch_size(self) -> int:  # environment steps of an iteration, over all processes
         return self.new_segments * self.num_steps
 
     @property
@@ -674,9 +674,9 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
     if len(envs.single_observation_space.shape) == 1:
         torch.set_num_threads(1)  # small networks: more threads only cost, larger ones may want them
     agent = Agent(envs, args).to(device)
-    # For speed, parameters become views of one vector, gradients of another: clipping, the optimizer and the
-    # sum over processes are one operation each. From here on, agent.to() or agent.zero_grad() would break it.
-    # A fork does without it by an optimizer of agent.parameters(), its zero_grad() and clip_grad_norm_().
+    # For speed, all parameters become views of flat, and their gradients views of flat.grad. From here on,
+    # agent.to() or agent.zero_grad() would break it. To do without, give agent.parameters() to the optimizer
+    # and to clip_grad_norm_(), call the optimizer's zero_grad(), and all_reduce() each parameter's gradient.
     flat = flatten(agent.parameters())
     lr = torch.tensor(args.learning_rate, device=device)  # a tensor, or annealing would recompile
     optimizer = RMSProp(flat, args.rmsprop_decay, args.rmsprop_eps)
@@ -760,7 +760,7 @@ def load_agent(args: Args, env_id: str) -> tuple[Group, Agent]:
 
 @torch.no_grad()
 def evaluate(args: Args) -> list[float]:
-    """Returns of full episodes of a run's agent, which samples as in training. args: as saved with it."""
+    """Returns of full episodes of the agent of the run args.evaluate, which samples as in training."""
     seed_all(args.seed)
     all_returns = []
     for env_id in args.env_ids:
@@ -822,8 +822,8 @@ HEARTBEATS: dict[str, float] = {}  # when each loop last went on
 class Run:
     """The folder of a run: the state of its parts, its logs, and what was counted so far.
 
-    parts: objects whose state_dict() a checkpoint holds. numbers: what it holds beside them, in some scripts.
-    shown: tag of the returns in the progress bar. log_every: iterations between logs of all but episodes.
+    parts: objects whose state_dict() a checkpoint holds. Some scripts use more: numbers, saved beside them;
+    shown, tag of the returns in the progress bar; log_every, iterations between logs of all but episodes.
     """
 
     stop_signal = 0  # a signal that asks for the end of the process after its iteration
@@ -872,7 +872,7 @@ class Run:
             seed_all(hash((self.args.seed, done - 1, RANK)))
             self.done, self.was_logged = done, False
             yield done - 1
-            # A signal that came after log() waits for the next iteration, so that what is saved is logged.
+            # What is saved is logged: with log_every above 1, a signal may wait for the next iteration.
             signum = int(over_processes("MAX", Run.stop_signal if self.was_logged else 0))
             is_due = time.monotonic() - self.saved_at > 600  # seconds
             if signum or is_due or done % self.args.save_every == 0 or done == end:
@@ -990,7 +990,7 @@ def start_process(args: Args):
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
-        # torch.compile imports this. After the next line, it would hold on to the group, and abort at exit.
+        # If torch.compile imported it later, with a process group there, the process would abort at its exit.
         from torch import _dynamo  # noqa: F401
 
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
@@ -1203,7 +1203,8 @@ def fail_to_make(env_id: str, error: Exception) -> NoReturn:
     if isinstance(error, TypeError) and not re.search("unexpected keyword|multiple values", str(error)):
         raise error  # the environment's own mistake
     is_atari = env_id.startswith("ALE/") or "NoFrameskip" in env_id
-    hint = " (for Atari games: ppo_atari.py)" if is_atari and "ale_py" not in globals() else ""
+    imports_ale = "ale_py" in globals()  # as scripts for Atari games do
+    hint = " (for Atari games: ppo_atari.py)" if is_atari and not imports_ale else ""
     hint = f" (try {env_id}NoFrameskip-v4)" if f"{env_id}NoFrameskip-v4" in gym.registry else hint
     fail(f"--env-id {env_id}: {error}{hint}")
 

@@ -77,7 +77,7 @@ class Args:
     capture_video: bool = False  # record the episodes of --evaluate in the run folder
 
     @property
-    def batch_size(self) -> int:  # steps of an iteration, of all processes: B of each
+    def batch_size(self) -> int:  # environment steps of an iteration, over all processes
         return self.num_envs * self.num_steps
 
     @property
@@ -222,9 +222,9 @@ def train(args: Args) -> Path:
     T, N, device = args.num_steps, args.num_envs // WORLD_SIZE, args.device
     envs = make_env(args, N)
     agent = Agent(envs).to(device)
-    # For speed, parameters become views of one vector, gradients of another: clipping, the optimizer and the
-    # sum over processes are one operation each. From here on, agent.to() or agent.zero_grad() would break it.
-    # A fork does without it by an optimizer of agent.parameters(), its zero_grad() and clip_grad_norm_().
+    # For speed, all parameters become views of flat, and their gradients views of flat.grad. From here on,
+    # agent.to() or agent.zero_grad() would break it. To do without, give agent.parameters() to the optimizer
+    # and to clip_grad_norm_(), call the optimizer's zero_grad(), and all_reduce() each parameter's gradient.
     flat = flatten(agent.parameters())
     # Tensors, filled anew in each iteration, as --compile would recompile for each new number.
     lr, clip = (torch.tensor(x, device=device) for x in (args.learning_rate, args.clip_coef))
@@ -253,17 +253,17 @@ def train(args: Args) -> Path:
     actions = np.zeros((T, *envs.action_space.shape), envs.action_space.dtype)
     rewards = np.zeros((T, N), np.float32)
     dones = np.zeros((T, N), np.float32)
-    next_obs, _ = envs.reset(seed=run.seed)  # args.seed; another in each process and after each --resume
-    # Counts from 0, or from where --resume goes on. Before each iteration, all that is random has a seed that
-    # depends on its number, so that a resumed run draws the same; after it, a checkpoint is saved if due.
+    next_obs, _ = envs.reset(seed=run.seed)  # args.seed; another in each process, and after --resume
+    # Counts from 0, or from where --resume goes on. Before each iteration, it seeds Python, NumPy and PyTorch
+    # (not the environments) by the iteration's number; after it, a checkpoint is saved if one is due.
     for iteration in run.iterations():
         frac = 1 - iteration / args.num_iterations
         lr.fill_(args.learning_rate * (frac if args.anneal_lr else 1))  # detail 4: learning rate annealing
         clip.fill_(args.clip_coef * (frac if args.anneal_clip else 1))  # auxiliary detail 1: clip annealing
 
         # 1. rollout
-        # Only acts: log-probabilities and values follow in one pass, by the same agent. With dropout, noise
-        # or memory they would be others: then act() returns them, too, as in ppo_atari.py.
+        # Only acts: part 2 computes log-probabilities and values in one pass. Where they would differ there,
+        # as with dropout, noise or memory, act() has to return them, as in ppo_atari.py.
         for t in range(T):
             obs[t] = next_obs
             actions[t] = act(torch.as_tensor(obs[t], device=device)).cpu().numpy()
@@ -324,7 +324,7 @@ def load_agent(args: Args) -> tuple[gym.vector.VectorEnv, Agent]:
 
 @torch.no_grad()
 def evaluate(args: Args) -> list[float]:
-    """Returns of full episodes of a run's agent, which samples as in training. args: as saved with it."""
+    """Returns of full episodes of the agent of the run args.evaluate, which samples as in training."""
     seed_all(args.seed)
     envs, agent = load_agent(args)
     returns = []
@@ -369,8 +369,8 @@ HEARTBEATS: dict[str, float] = {}  # when each loop last went on
 class Run:
     """The folder of a run: the state of its parts, its logs, and what was counted so far.
 
-    parts: objects whose state_dict() a checkpoint holds. numbers: what it holds beside them, in some scripts.
-    shown: tag of the returns in the progress bar. log_every: iterations between logs of all but episodes.
+    parts: objects whose state_dict() a checkpoint holds. Some scripts use more: numbers, saved beside them;
+    shown, tag of the returns in the progress bar; log_every, iterations between logs of all but episodes.
     """
 
     stop_signal = 0  # a signal that asks for the end of the process after its iteration
@@ -419,7 +419,7 @@ class Run:
             seed_all(hash((self.args.seed, done - 1, RANK)))
             self.done, self.was_logged = done, False
             yield done - 1
-            # A signal that came after log() waits for the next iteration, so that what is saved is logged.
+            # What is saved is logged: with log_every above 1, a signal may wait for the next iteration.
             signum = int(over_processes("MAX", Run.stop_signal if self.was_logged else 0))
             is_due = time.monotonic() - self.saved_at > 600  # seconds
             if signum or is_due or done % self.args.save_every == 0 or done == end:
@@ -537,7 +537,7 @@ def start_process(args: Args):
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     if WORLD_SIZE > 1:
-        # torch.compile imports this. After the next line, it would hold on to the group, and abort at exit.
+        # If torch.compile imported it later, with a process group there, the process would abort at its exit.
         from torch import _dynamo  # noqa: F401
 
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
@@ -714,7 +714,8 @@ def fail_to_make(env_id: str, error: Exception) -> NoReturn:
     if isinstance(error, TypeError) and not re.search("unexpected keyword|multiple values", str(error)):
         raise error  # the environment's own mistake
     is_atari = env_id.startswith("ALE/") or "NoFrameskip" in env_id
-    hint = " (for Atari games: ppo_atari.py)" if is_atari and "ale_py" not in globals() else ""
+    imports_ale = "ale_py" in globals()  # as scripts for Atari games do
+    hint = " (for Atari games: ppo_atari.py)" if is_atari and not imports_ale else ""
     hint = f" (try {env_id}NoFrameskip-v4)" if f"{env_id}NoFrameskip-v4" in gym.registry else hint
     fail(f"--env-id {env_id}: {error}{hint}")
 

@@ -11,6 +11,7 @@ import probes  # noqa: F401  registers them
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 from torch.utils.tensorboard import SummaryWriter
 
 import impala_vtrace
@@ -74,8 +75,12 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def in_empty_folder(tmp_path, monkeypatch):
-    """Logs of runs that a test cuts off are closed: their threads would write into a folder that is gone."""
+    """Logs of runs that a test cuts off are closed: their threads would write into a folder that is gone.
+
+    Event files of one second are read in the order of their numbers as text, so all have two digits.
+    """
     writers, original = [], SummaryWriter.__init__
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(10))
 
     def init(self, *args, **kwargs):
         original(self, *args, **kwargs)

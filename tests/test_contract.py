@@ -154,7 +154,7 @@ VECTORS = (ppo, ppo_shared, ppo_continuous, ppo_multidiscrete)
         (ppo_lstm, "ALE/VideoCheckers-v5", "no no-op"),
         (ppo_lstm, "Breakout-v4", "random number of frames"),
         (ppo_lstm, "Pendulum-v1", "ppo_continuous.py"),
-        (ppo_lstm, "ImageObservations-v0", "Atari games and vectors"),
+        (ppo_lstm, "ImageObservations-v0", "NoFrameskip-v4 games and vectors"),
         (ppo_continuous, "CartPole-v1", "ppo.py or ppo_multidiscrete.py"),
         (ppo_continuous, "ImageBox-v0", "FlattenObservation"),
         (ppo_continuous, "IntegerBox-v0", "acts in"),
@@ -325,7 +325,6 @@ def interrupt_at(script, monkeypatch, step, what):
 
 
 def resumed(script, run_dir):
-    time.sleep(1.1)  # TensorBoard orders the event files of a run by their second
     args = script.load_checkpoint(run_dir)["args"]
     args.resume = str(run_dir)
     return args

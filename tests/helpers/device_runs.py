@@ -24,7 +24,7 @@ gym.register("ShortBreakout-v0", entry_point=breakout.entry_point, kwargs=short)
 
 FEW = dict(num_envs=4, num_steps=16, num_minibatches=4, update_epochs=2)
 CUT = dict(env_id="Cut-v0", bootstrap_truncated=True)
-ATARI = dict(env_id="ShortBreakout-v0", num_envs=4, num_steps=4)
+ATARI = dict(env_id="ShortBreakout-v0", num_envs=2, num_steps=4)
 GROUPS = dict(num_envs=4, batch_segments=4)
 NGU = dict(num_envs=4, num_steps=8, burn_in=2, unroll=8, period=8, batch_sequences=2, learning_starts=1)
 NGU |= dict(replay_steps=800, log_every=1, save_replay=True, target_every=2, embedding_every=3)
@@ -37,7 +37,7 @@ RUNS = {
     "ppo_atari-amp": ATARI | dict(amp=True, bootstrap_truncated=True, update_epochs=2),
     "ppo_continuous": FEW | CUT | dict(env_id="CutBox-v0"),
     "ppo_lstm": FEW | CUT,
-    "ppo_lstm-atari": ATARI | dict(amp=True, update_epochs=2),
+    "ppo_lstm-atari": ATARI | dict(amp=True, update_epochs=2, num_minibatches=2),
     "ppo_multidiscrete": FEW | CUT | dict(env_id="CutBox-v0"),
     "ppo_multidiscrete-masks": FEW | dict(env_id="Masked-v0"),
     "ppo_multidiscrete-choice": FEW | dict(env_id="FirstChooses-v0"),
