@@ -12,7 +12,6 @@ import ctypes
 import fcntl
 import io
 import itertools
-import multiprocessing
 import os
 import pickle
 import random
@@ -32,6 +31,7 @@ import pytest
 import torch
 from ale_py.vector_env import AtariVectorEnv
 from conftest import OTHERS, SCRIPTS, one_line, scalars, small_args, steps_of
+from forks import FORKS, IMPORTED, start_server
 from torch.utils.tensorboard import SummaryWriter
 
 import impala_vtrace
@@ -44,8 +44,6 @@ import ppo_lstm
 import ppo_multidiscrete
 
 ROOT = Path(__file__).parent.parent
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["test_faults", "torch._dynamo"])  # which Adam imports, in a second
 ALL = SCRIPTS | OTHERS
 FAULTS = {}
 
@@ -53,11 +51,18 @@ FAULTS = {}
 @pytest.fixture(scope="module", autouse=True)
 def fork_server():
     """Warm, as the first fork waits for its imports."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests/helpers'}")
-        process = FORKS.Process()
-        process.start()
-        process.join()
+    start_server()
+    process = FORKS.Process()
+    process.start()
+    process.join()
+
+
+def test_forks_have_imported_everything():
+    code = f"import sys; sys.exit(sum(name not in sys.modules for name in {IMPORTED}))"
+    process = FORKS.Process(target=exec, args=(code,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def fault(function):

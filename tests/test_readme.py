@@ -7,7 +7,6 @@ anew for each command but forked from a process that has imported its packages, 
 import atexit
 import importlib.util
 import json
-import multiprocessing
 import os
 import re
 import runpy
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import pytest
 from conftest import OTHERS, SCRIPTS
+from forks import FORKS, start_server
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -39,8 +39,6 @@ SHORTER = [  # of tools; scripts make two short iterations, or two more where on
     (r"--eval-episodes 20", "--eval-episodes 2"),
     (r"--capture-video", "--capture-video --eval-episodes 1"),
 ]
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["conftest", "torch._dynamo"])  # which Adam imports, in a second
 
 
 @pytest.fixture
@@ -80,6 +78,7 @@ def shortened(command, clone):
 def run_script(folder, words, environment):
     """A script's command line, in a forked process."""
     os.chdir(folder)
+    os.environ.clear()
     os.environ.update(environment)
     for fd, stream in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{stream}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), fd)
@@ -94,6 +93,7 @@ def typed(command, clone, **environment):
     environment = dict(os.environ, OMP_NUM_THREADS="1", **environment)
     python, *words = shlex.split(command)
     if python == "python" and words[0].removesuffix(".py") in SCRIPTS | OTHERS:
+        start_server()
         process = FORKS.Process(target=run_script, args=(clone, words, environment))
         process.start()
         process.join(900)

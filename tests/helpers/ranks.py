@@ -5,21 +5,15 @@ What each of them does is recorded at what a script calls: its loss, its environ
 
 import atexit
 import importlib
-import multiprocessing
 import os
 from copy import deepcopy
 from functools import partial
-from multiprocessing import forkserver
-from pathlib import Path
-from unittest import mock
 
 import gymnasium as gym
 import numpy as np
 import torch
+from forks import FORKS, start_server
 
-TESTS = Path(__file__).parent.parent
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["ranks", "conftest", "torch._dynamo"])  # conftest imports the scripts
 LOSSES = dict.fromkeys(("ppo", "ppo_shared", "ppo_atari", "ppo_continuous", "ppo_lstm"), "ppo_loss")
 LOSSES |= dict(ppo_multidiscrete="ppo_loss", ppo_async="ppo_loss", impala_vtrace="impala_loss")
 LOSSES |= dict(ngu_r2d2="q_loss")
@@ -31,9 +25,7 @@ def side_by_side(function, name: str, *arguments, seconds: float = 60) -> list:
     The store in which they find each other is here, as torchrun's is in its agent: it takes a free port
     itself, so that nobody else can take it.
     """
-    paths = os.pathsep.join(map(str, (TESTS.parent, TESTS, TESTS / "helpers")))
-    with mock.patch.dict(os.environ, PYTHONPATH=paths, OMP_NUM_THREADS="1"):
-        forkserver.ensure_running()
+    start_server()
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=store.port, WORLD_SIZE=2)
     environment |= dict(TORCHELASTIC_USE_AGENT_STORE=True)
