@@ -1,8 +1,6 @@
 """ppo_async.py: what is stale, dropped, used again; and that in turn it is ppo_atari.py's update."""
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,6 +12,7 @@ import probes
 import pytest
 import torch
 from conftest import scalars, steps_of
+from forks import run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import impala_vtrace
@@ -385,10 +384,9 @@ def test_time_limit_is_valued_by_the_learner_on_demand(flags, monkeypatch):
     ],
 )
 def test_mistakes(flags, words):
-    command = [sys.executable, ROOT / "ppo_async.py", *flags.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
-    assert not os.listdir()
+    done = run(ppo_async, *flags.split())
+    assert done.code == 2 and words in done.err and "Traceback" not in done.err
+    assert sorted(os.listdir()) == ["err0", "out0"]
 
 
 def test_processes_explore_apart_from_the_first_step(monkeypatch):

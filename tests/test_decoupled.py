@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +13,7 @@ import probes
 import pytest
 import torch
 from conftest import scalars, small_args, wait_for
+from forks import end, run, start
 from test_async import acting
 
 import impala_vtrace
@@ -37,19 +36,14 @@ def actors_alive():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("actor")]
 
 
-def command(script, *flags):
-    small = ["--num-steps", 20, "--num-envs", 4, "--batch-segments", 4, "--device", "cpu", "--env-id", *flags]
-    return [sys.executable, ROOT / f"{script.SCRIPT}.py", *map(str, small)]
+def few(*flags):
+    return ["--num-steps", 20, "--num-envs", 4, "--batch-segments", 4, "--device", "cpu", "--env-id", *flags]
 
 
-def ended(script, *flags, code, words, **kwargs):
+def ended(script, *flags, code, words):
     """Run to the end, with this exit code and words on stderr."""
-    environment = os.environ | dict(PYTHONPATH=f"{ROOT}:{ROOT / 'tests/helpers'}", OMP_NUM_THREADS="1")
-    done = subprocess.run(
-        command(script, *flags), capture_output=True, text=True, timeout=600, env=environment, **kwargs
-    )
-    assert done.returncode == code and re.search(words, done.stderr), (done.returncode, done.stderr)
-    return done
+    done = run(script, *few(*flags))
+    assert done.code == code and re.search(words, done.err), done
 
 
 def test_environment_that_raises_ends_the_run_with_its_own_traceback(script):
@@ -114,15 +108,13 @@ def test_full_disk_is_named_and_leaves_the_last_checkpoint(script, monkeypatch):
 
 
 def test_sigterm_saves_and_goes_on_from_there(script):
-    run = subprocess.Popen(
-        command(script, "CartPole-v1"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    run_dir = Path(run.stdout.readline().strip())
-    wait_for(lambda: list(run_dir.glob("events*")))
+    process = start(script, *few("CartPole-v1"))
+    wait_for(lambda: list(Path("runs").glob("*/events*")))
     time.sleep(1)
-    run.send_signal(signal.SIGTERM)
-    _, err = run.communicate(timeout=600)
-    assert run.returncode == 143 and "Traceback" not in err, err
+    os.kill(process.pid, signal.SIGTERM)
+    done = end(process)
+    assert done.code == 143 and "Traceback" not in done.err, done
+    (run_dir,) = Path("runs").iterdir()
     iteration = torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"]
     assert iteration > 0
     args = script.load_checkpoint(run_dir)["args"]

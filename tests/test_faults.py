@@ -6,7 +6,6 @@ here; in turn, they are in test_decoupled.py. Torn and foreign checkpoints are i
 scripts but one.
 """
 
-import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -16,22 +15,19 @@ import os
 import pickle
 import random
 import re
-import runpy
 import signal
 import sys
-import threading
 import time
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import probes
 import pytest
 import torch
 from ale_py.vector_env import AtariVectorEnv
 from conftest import OTHERS, SCRIPTS, one_line, scalars, small_args, steps_of
-from forks import FORKS, IMPORTED, start_server
+from forks import FORKS, IMPORTED, end, run, start, start_server
 from torch.utils.tensorboard import SummaryWriter
 
 import impala_vtrace
@@ -71,44 +67,6 @@ def fault(function):
 
 
 # === Runs ====================================================================================
-
-
-def main(name, flags, sabotage, folder, number):
-    """A script's command line, in a forked process."""
-    os.setsid()
-    os.chdir(folder)
-    for fd, stream in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{stream}{number}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), fd)
-    torch.set_num_threads(1)
-    sys.argv = [f"{name}.py", *flags]
-    try:
-        sabotage()
-        runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
-    finally:
-        atexit._run_exitfuncs()
-        if any(thread.name.startswith("actor") for thread in threading.enumerate()):
-            os._exit(99)
-
-
-def start(script, *flags, sabotage=int, number=0):
-    kwargs = dict(args=(script.SCRIPT, [str(flag) for flag in flags], sabotage, os.getcwd(), number))
-    process = FORKS.Process(target=main, daemon=True, **kwargs)
-    process.start()
-    return process
-
-
-def end(process, number=0):
-    """Exit code, stdout and stderr of a run that ends in time."""
-    process.join(600)
-    out, err = (Path(f"{stream}{number}").read_text(encoding="utf-8") for stream in ("out", "err"))
-    if process.exitcode is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"hangs: {out}{err}")
-    return SimpleNamespace(code=process.exitcode, out=out, err=err)
-
-
-def run(script, *flags, sabotage=int):
-    return end(start(script, *flags, sabotage=sabotage))
 
 
 def flags(script, env="Aligned", **changes):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import scalars, steps_of
+from forks import run
 
 import impala_vtrace
 from benchmark import human
@@ -589,14 +590,9 @@ def test_sync_repeats_bit_for_bit(flags):
     ],
 )
 def test_mistakes(flags, words):
-    done = subprocess.run(
-        [sys.executable, ROOT / "impala_vtrace.py", *flags.split()],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 2 and re.search(words, done.stderr) and "Traceback" not in done.stderr
-    assert not os.listdir()
+    done = run(impala_vtrace, *flags.split())
+    assert done.code == 2 and re.search(words, done.err) and "Traceback" not in done.err
+    assert sorted(os.listdir()) == ["err0", "out0"]
 
 
 def test_many_tasks_have_a_folder_and_each_its_videos():

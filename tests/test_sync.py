@@ -199,7 +199,6 @@ OTHERWISE = {
         "publish": "no LSTM",
         "beyond_time_limits": "no LSTM, and no part of a batch",
         "setup: actors": "one task",
-        "setup: (lr, clip)": "there is no CUDA graph of its step",
         "setup: optimizer": "there is no CUDA graph of its step",
         "setup: run": "a checkpoint has a version",
         "setup: update()": "processes may have kept different numbers of segments",
