@@ -37,6 +37,8 @@ from benchmark.verdict import Ratio, Runs, iqm, joint, pool, ratio, runs_of, wor
 RESULTS = ROOT / "benchmark/results"
 SUMMARY = ROOT / "benchmark/RESULTS.md", ROOT / "README.md"  # pages that have the summary
 TABLES = ROOT / "benchmark/TABLES.md"  # has a table a suite
+METHODS = ROOT / "benchmark/METHODS.md"  # has the table of controls
+CONTROLS = {"mujoco_3_4": "MuJoCo 3.4.0", "reward_scaling_2018": "the reward scaling of 2018"}
 RANDOM = RESULTS / "random_policy.csv"
 LEGEND = """A ratio is ours by theirs, counted from random actions, with its 95 % interval. matches: it is
 within 10 % of 1; below, above: it is on one side of 1; open: it takes more runs; cut: stopped before the end.
@@ -416,6 +418,19 @@ def summary(results: dict[str, list[tuple[Row, Result | None]]]) -> str:
     return "\n\n".join(filter(None, (markdown(lines), "\n".join(together))))
 
 
+def controls(results: list[tuple[Row, Result | None]]) -> str:
+    """Table of rows of the MuJoCo suite with one thing changed (controls/), beside the same without it."""
+    lines = ["with|task|runs with it|runs without|ratio".split("|")]
+    for name, change in CONTROLS.items():
+        for row, result in results:
+            changed = load("mujoco", row, Args(results=RESULTS / "controls" / name))
+            if result and changed:
+                both = [runs_of("", row.task, x.at(x.reached)) for x in (changed, result)]
+                cells = [mean_and_runs(x, row) for x in both]
+                lines.append([change, row.task, *cells, said(ratio(*both, random_returns()[row.task]))])
+    return markdown(lines)
+
+
 def section(suite: str, results: list[tuple[Row, Result | None]], folder: Path | str = "results") -> str:
     """Of TABLES.md: the table, joint ratios, what its rows have in common, and the figure in a folder."""
     parts = [markdown(table(results)), "\n".join(joint_lines(results))]
@@ -540,6 +555,8 @@ def write(args: Args, results: dict[str, list[tuple[Row, Result | None]]]):
             write_between(TABLES, suite, section(suite, results[suite]))
         for page in SUMMARY:
             write_between(page, "summary", summary(results))
+        if "mujoco" in args.suites:
+            write_between(METHODS, "controls", controls(results["mujoco"]))
 
 
 def main():

@@ -1094,10 +1094,18 @@ def test_disco_counts_the_cells_of_agents_and_walks(monkeypatch):
 
 
 def test_controls_of_the_page():
-    """METHODS.md has the score of every run of the controls."""
-    page, said = (ROOT / "benchmark/METHODS.md").read_text(encoding="utf-8"), []
-    for folder in sorted((RESULTS / "controls").glob("*/mujoco")):
-        for name in read_table(folder / "runs.csv"):
-            returns = [float(row["return"]) for row in read_csv(csv_path(folder, name))]
-            said.append(f"{np.mean(returns[-100:]):.0f}")
-    assert len(said) == 6 and all(re.search(rf"\b{score}\b", page) for score in said), said
+    """METHODS.md has mean, deviation and number of the runs of each control, at the last step of all."""
+    page, runs = compare.METHODS.read_text(encoding="utf-8"), {}
+    for folder in (RESULTS / "controls").glob("*/mujoco"):
+        for name, run in read_table(folder / "runs.csv").items():
+            line = f"| {compare.CONTROLS[folder.parent.name]} | {run['env_id']} | "
+            episodes = [(int(row["step"]), float(row["return"])) for row in read_csv(csv_path(folder, name))]
+            runs.setdefault(line, []).append(episodes)
+    assert len(runs) == 4
+    for line, seeds in runs.items():
+        last = min(episodes[-1][0] for episodes in seeds)
+        scores = [np.mean([x for step, x in episodes if step <= last][-100:]) for episodes in seeds]
+        mean, std = compare.number(np.mean(scores)), compare.number(np.std(scores, ddof=1))
+        assert f"{line}{mean} ± {std} ({len(scores)}) | " in page
+    table = compare.controls([(row, compare.load("mujoco", row, compare.Args())) for row in SUITES["mujoco"]])
+    assert f"<!-- controls -->\n{table}\n<!-- end of controls -->" in page
