@@ -33,32 +33,37 @@ OTHERS = {"impala_vtrace": impala_vtrace, "ppo_async": ppo_async, "ngu_r2d2": ng
 # Beginnings of the names of tests that take more than about two seconds.
 SLOW = """
 test_async.py::test_asynchronous test_async.py::test_in_turn test_async.py::test_mistakes
-test_atari_envs.py::test_frame_by_frame test_benchmark.py::test_a_row_names_build
-test_benchmark.py::test_a_run_of test_benchmark.py::test_a_run_without test_benchmark.py::test_a_stopped
-test_benchmark.py::test_a_worse test_benchmark.py::test_a_wrong test_benchmark.py::test_disco
-test_benchmark.py::test_help test_benchmark.py::test_mistakes_of_compare test_benchmark.py::test_other
-test_benchmark.py::test_run test_benchmark.py::test_same_finds test_benchmark.py::test_staleness
-test_benchmark.py::test_stop test_contract.py::test_a_second test_contract.py::test_atari_evaluation
-test_contract.py::test_camera test_contract.py::test_heart test_contract.py::test_randomness
+test_atari_envs.py::test_frame_by_frame test_atari_envs.py::test_frames_that
+test_benchmark.py::test_a_killed test_benchmark.py::test_a_row_names_build
+test_benchmark.py::test_a_run_of test_benchmark.py::test_a_run_whose
+test_benchmark.py::test_a_run_without test_benchmark.py::test_a_stopped test_benchmark.py::test_a_worse
+test_benchmark.py::test_a_wrong test_benchmark.py::test_disco test_benchmark.py::test_help
+test_benchmark.py::test_mistakes_of_compare test_benchmark.py::test_no_tool test_benchmark.py::test_other
+test_benchmark.py::test_rows test_benchmark.py::test_run test_benchmark.py::test_same_finds
+test_benchmark.py::test_staleness test_benchmark.py::test_stop test_benchmark.py::test_what_an
+test_command_line.py::test_a_sim test_command_line.py::test_a_terminal test_command_line.py::test_closed
+test_contract.py::test_a_run_folder test_contract.py::test_a_second test_contract.py::test_after
+test_contract.py::test_an_iteration test_contract.py::test_atari_evaluation test_contract.py::test_camera
 test_contract.py::test_checkpoint test_contract.py::test_compile test_contract.py::test_copy
-test_contract.py::test_evaluation test_contract.py::test_flags_change test_contract.py::test_killed
-test_contract.py::test_numbers test_contract.py::test_same_seed
-test_contract.py::test_signal test_contract.py::test_stopped test_contract.py::test_tracking
-test_contract.py::test_video test_command_line.py::test_a_terminal test_command_line.py::test_a_sim
-test_command_line.py::test_closed test_decoupled.py test_details_continuous.py::test_detail_3
+test_contract.py::test_evaluation test_contract.py::test_flags_change test_contract.py::test_heart
+test_contract.py::test_killed test_contract.py::test_numbers test_contract.py::test_randomness
+test_contract.py::test_same_seed test_contract.py::test_signal test_contract.py::test_space
+test_contract.py::test_stopped test_contract.py::test_tracking test_contract.py::test_video
+test_decoupled.py test_details.py::test_detail_14 test_details_continuous.py::test_detail_3
 test_details_lstm.py::test_detail_3 test_details_multidiscrete.py::test_detail_3 test_devices.py
-test_evaluation.py::test_evaluation_on test_evaluation.py::test_training_on test_faults.py
-test_flags.py::test_flag[ test_gpu.py test_impala.py::test_asynchronous test_impala.py::test_atari
-test_impala.py::test_mistakes test_impala.py::test_three_games test_learning.py::test_task_is_learned
+test_evaluation.py::test_each_game test_evaluation.py::test_evaluation_on
+test_evaluation.py::test_training_on test_faults.py test_flags.py::test_flag[ test_gpu.py
+test_impala.py::test_asynchronous test_impala.py::test_atari test_impala.py::test_mistakes
+test_impala.py::test_three_games test_learning.py::test_task_is_learned
 test_lockstep.py::test_lockstep[ppo_atari test_lockstep.py::test_lockstep[ppo_lstm-game test_mutants.py
-test_ngu.py::test_a_full_replay test_ngu.py::test_images test_processes.py::test_auxiliary
-test_processes.py::test_both test_processes.py::test_env test_processes.py::test_first
-test_processes.py::test_impala test_processes.py::test_never test_processes.py::test_no_process
-test_processes.py::test_normal test_processes.py::test_learners test_processes.py::test_processes_draw
-test_processes.py::test_processes_log test_processes.py::test_stat test_processes.py::test_threads
-test_processes.py::test_torchrun test_processes.py::test_two test_readme.py::test_commands
-test_reference_decoupled.py test_reference_ngu.py test_report.py test_research.py test_speed.py test_on_ray.py
-test_verdict.py test_watch.py
+test_ngu.py::test_a_full_replay test_ngu.py::test_every test_ngu.py::test_images test_ngu.py::test_table
+test_on_ray.py test_processes.py::test_auxiliary test_processes.py::test_both test_processes.py::test_env
+test_processes.py::test_first test_processes.py::test_impala test_processes.py::test_learners
+test_processes.py::test_never test_processes.py::test_no_process test_processes.py::test_normal
+test_processes.py::test_processes_draw test_processes.py::test_processes_log test_processes.py::test_stat
+test_processes.py::test_threads test_processes.py::test_torchrun test_processes.py::test_two
+test_readme.py::test_commands test_reference_decoupled.py test_reference_ngu.py test_report.py
+test_research.py test_speed.py test_verdict.py test_watch.py
 """.split()
 
 
