@@ -675,8 +675,7 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
         torch.set_num_threads(1)  # small networks: more threads only cost, larger ones may want them
     agent = Agent(envs, args).to(device)
     # For speed, all parameters become views of flat, and their gradients views of flat.grad. From here on,
-    # agent.to() or agent.zero_grad() would break it. To do without, give agent.parameters() to the optimizer
-    # and to clip_grad_norm_(), call the optimizer's zero_grad(), and all_reduce() each parameter's gradient.
+    # agent.to() or agent.zero_grad() would break it.
     flat = flatten(agent.parameters())
     lr = torch.tensor(args.learning_rate, device=device)  # a tensor, or annealing would recompile
     optimizer = RMSProp(flat, args.rmsprop_decay, args.rmsprop_eps)
@@ -872,7 +871,7 @@ class Run:
             seed_all(hash((self.args.seed, done - 1, RANK)))
             self.done, self.was_logged = done, False
             yield done - 1
-            # What is saved is logged: with log_every above 1, a signal may wait for the next iteration.
+            # With log_every above 1, a signal after log() may wait for the next iteration, which logs all.
             signum = int(over_processes("MAX", Run.stop_signal if self.was_logged else 0))
             is_due = time.monotonic() - self.saved_at > 600  # seconds
             if signum or is_due or done % self.args.save_every == 0 or done == end:

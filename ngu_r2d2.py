@@ -1095,7 +1095,7 @@ class Run:
             seed_all(hash((self.args.seed, done - 1, RANK)))
             self.done, self.was_logged = done, False
             yield done - 1
-            # What is saved is logged: with log_every above 1, a signal may wait for the next iteration.
+            # With log_every above 1, a signal after log() may wait for the next iteration, which logs all.
             signum = int(over_processes("MAX", Run.stop_signal if self.was_logged else 0))
             is_due = time.monotonic() - self.saved_at > 600  # seconds
             if signum or is_due or done % self.args.save_every == 0 or done == end:

@@ -337,7 +337,7 @@ def train(args: Args) -> Path:
     agent.amp = args.amp
     # For speed, all parameters become views of flat, and their gradients views of flat.grad. From here on,
     # agent.to() or agent.zero_grad() would break it. To do without, give agent.parameters() to the optimizer
-    # and to clip_grad_norm_(), call the optimizer's zero_grad(), and all_reduce() each parameter's gradient.
+    # and to clip_grad_norm_(), call the optimizer's zero_grad(), and average gradients over the processes.
     flat = flatten(agent.parameters())
     # Tensors, filled anew in each iteration, as --compile would recompile for each new number.
     lr, clip = (torch.tensor(x, device=device) for x in (args.learning_rate, args.clip_coef))
@@ -371,8 +371,8 @@ def train(args: Args) -> Path:
     rewards = np.zeros((T, N), np.float32)
     dones = np.zeros((T, N), np.float32)
     next_obs, _ = envs.reset(seed=run.seed)  # args.seed; another in each process, and after --resume
-    # Counts from 0, or from where --resume goes on. Before each iteration, it seeds Python, NumPy and PyTorch
-    # (not the environments) by the iteration's number; after it, a checkpoint is saved if one is due.
+    # Counts from 0, or where --resume goes on. Before each iteration, Python, NumPy and PyTorch are seeded by
+    # args.seed, RANK and its number (environments are not); after it, a checkpoint is saved if due.
     for iteration in run.iterations():
         frac = 1 - iteration / args.num_iterations
         lr.fill_(args.learning_rate * (frac if args.anneal_lr else 1))  # detail 4: learning rate annealing
@@ -533,7 +533,7 @@ class Run:
             seed_all(hash((self.args.seed, done - 1, RANK)))
             self.done, self.was_logged = done, False
             yield done - 1
-            # What is saved is logged: with log_every above 1, a signal may wait for the next iteration.
+            # With log_every above 1, a signal after log() may wait for the next iteration, which logs all.
             signum = int(over_processes("MAX", Run.stop_signal if self.was_logged else 0))
             is_due = time.monotonic() - self.saved_at > 600  # seconds
             if signum or is_due or done % self.args.save_every == 0 or done == end:

@@ -401,7 +401,7 @@ def train(args: Args) -> Path:
     agent.amp = args.amp
     # For speed, all parameters become views of flat, and their gradients views of flat.grad. From here on,
     # agent.to() or agent.zero_grad() would break it. To do without, give agent.parameters() to the optimizer
-    # and to clip_grad_norm_(), call the optimizer's zero_grad(), and all_reduce() each parameter's gradient.
+    # and to clip_grad_norm_(), call the optimizer's zero_grad(), and average gradients over the processes.
     flat = flatten(agent.parameters())
     # Tensors, filled anew in each iteration, as --compile would recompile for each new number.
     lr, clip = (torch.tensor(x, device=device) for x in (args.learning_rate, args.clip_coef))
@@ -611,7 +611,7 @@ class Run:
             seed_all(hash((self.args.seed, done - 1, RANK)))
             self.done, self.was_logged = done, False
             yield done - 1
-            # What is saved is logged: with log_every above 1, a signal may wait for the next iteration.
+            # With log_every above 1, a signal after log() may wait for the next iteration, which logs all.
             signum = int(over_processes("MAX", Run.stop_signal if self.was_logged else 0))
             is_due = time.monotonic() - self.saved_at > 600  # seconds
             if signum or is_due or done % self.args.save_every == 0 or done == end:
@@ -938,7 +938,8 @@ def check_spaces(env_id: str, envs: gym.vector.VectorEnv):
         fail(f"{env_id} acts in {action_space}: try ppo_continuous.py, or Discrete actions from 0")
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
         hint = "gym.wrappers.FlattenObservation in make_env() makes vectors"
-        fail(f"{env_id} observes {obs_space}: this script takes NoFrameskip-v4 games and vectors; {hint}")
+        known = "games, such as PongNoFrameskip-v4, and vectors"
+        fail(f"{env_id} observes {obs_space}: this script takes {known}; {hint}")
 
 
 def fail(message: str) -> NoReturn:

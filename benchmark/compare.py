@@ -426,8 +426,9 @@ def controls(results: list[tuple[Row, Result | None]]) -> str:
             changed = load("mujoco", row, Args(results=RESULTS / "controls" / name))
             if result and changed:
                 both = [runs_of("", row.task, x.at(x.reached)) for x in (changed, result)]
+                by = ratio(*both, random_returns()[row.task])
                 cells = [mean_and_runs(x, row) for x in both]
-                lines.append([change, row.task, *cells, said(ratio(*both, random_returns()[row.task]))])
+                lines.append([change, row.task, *cells, said(by) if by else ""])
     return markdown(lines)
 
 

@@ -82,10 +82,10 @@ def pytest_collection_modifyitems(items):
 def in_empty_folder(tmp_path, monkeypatch):
     """Logs of runs that a test cuts off are closed: their threads would write into a folder that is gone.
 
-    Event files of one second are read in the order of their numbers as text, so all have two digits.
+    Event files of one second are read in the order of their numbers as text, so all have four digits.
     """
     writers, original = [], SummaryWriter.__init__
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(10))
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(1000))
 
     def init(self, *args, **kwargs):
         original(self, *args, **kwargs)

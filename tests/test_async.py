@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -21,8 +20,6 @@ import ppo_async
 import ppo_atari
 from benchmark.studies.staleness import held_back
 from ppo_async import Agent, Args, Exchange, compute_gae, ppo_loss
-
-ROOT = Path(__file__).parent.parent
 
 
 def small(**flags):

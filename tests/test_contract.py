@@ -156,7 +156,7 @@ VECTORS = (ppo, ppo_shared, ppo_continuous, ppo_multidiscrete)
         (ppo_lstm, "ALE/VideoCheckers-v5", "no no-op"),
         (ppo_lstm, "Breakout-v4", "random number of frames"),
         (ppo_lstm, "Pendulum-v1", "ppo_continuous.py"),
-        (ppo_lstm, "ImageObservations-v0", "NoFrameskip-v4 games and vectors"),
+        (ppo_lstm, "ImageObservations-v0", "such as PongNoFrameskip-v4, and vectors"),
         (ppo_continuous, "CartPole-v1", "ppo.py or ppo_multidiscrete.py"),
         (ppo_continuous, "ImageBox-v0", "FlattenObservation"),
         (ppo_continuous, "IntegerBox-v0", "acts in"),
@@ -851,7 +851,7 @@ def test_track_without_wandb(script, monkeypatch, capsys):
 
 
 def test_copy_in_an_empty_folder_runs(script, monkeypatch, capsys):
-    """What it needs to run is seen in a process of its own, which costs seconds."""
+    """It trains in a process that finds nothing else; it evaluates in this one, as a start takes seconds."""
     Path("copied.py").write_text(with_fields_of_ones_own(script), encoding="utf-8")
     batch = "--batch-segments" if script in (impala_vtrace, ppo_async) else "--num-minibatches"
     batch = "--batch-sequences" if script is ngu_r2d2 else batch

@@ -19,8 +19,6 @@ from test_async import acting
 import impala_vtrace
 import ppo_async
 
-ROOT = Path(__file__).parent.parent
-
 
 @pytest.fixture(params=[impala_vtrace, ppo_async], ids=lambda script: script.SCRIPT)
 def script(request):

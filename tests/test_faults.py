@@ -39,7 +39,6 @@ import ppo_continuous
 import ppo_lstm
 import ppo_multidiscrete
 
-ROOT = Path(__file__).parent.parent
 ALL = SCRIPTS | OTHERS
 FAULTS = {}
 

@@ -177,6 +177,7 @@ OTHERWISE = {
         "layer_init": "no detail of the blog",
         "Agent": "shallow or deep convolutions, with or without an LSTM",
         "setup: agent": "takes args",
+        "setup: flat": "RMSProp and the ring of learners take nothing else",
         "setup: optimizer": "RMSProp",
         "setup: run": "logs only every so many iterations",
         "setup: update()": "V-trace, sums instead of means, and learners that may learn alone",

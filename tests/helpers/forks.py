@@ -1,7 +1,7 @@
 """Processes forked from one that has imported everything, so that a start takes a moment and not seconds.
 
-Each process of pytest has one such server, which imports what was asked for last before its first start. It
-leaves out silently what it does not find, so all that fork share this list and these paths.
+Each process of pytest has one such server. It imports the list that was set last before it started, and says
+nothing of what it does not find: so all that fork share this list and these paths.
 """
 
 import atexit
@@ -62,6 +62,7 @@ def start(script, *flags, sabotage=int, number=0):
 def end(process, number=0):
     """Exit code, stdout and stderr of a run that ends in time."""
     process.join(600)
+    assert Path(f"err{number}").exists(), f"ended with {process.exitcode} before it began"
     out, err = (Path(f"{stream}{number}").read_text(encoding="utf-8") for stream in ("out", "err"))
     if process.exitcode is None:
         os.killpg(process.pid, signal.SIGKILL)
