@@ -33,7 +33,6 @@ from conftest import (
     steps_of,
     wait_for,
 )
-from forks import end, start
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import impala_vtrace
@@ -68,10 +67,9 @@ def vector_script():
 
 def cli(script, *flags, monkeypatch):
     """Run a script's command line in this process; its exit code or message, 0 where it just ends."""
-    path = script if isinstance(script, Path) else ROOT / f"{script.SCRIPT}.py"
-    monkeypatch.setattr(sys, "argv", [path.name, *map(str, flags)])
+    monkeypatch.setattr(sys, "argv", [f"{script.SCRIPT}.py", *map(str, flags)])
     try:
-        runpy.run_path(str(path), run_name="__main__")
+        runpy.run_path(str(ROOT / f"{script.SCRIPT}.py"), run_name="__main__")
     except SystemExit as end:
         return end.code
     return 0
@@ -589,20 +587,21 @@ SIGNALS += [(name, (signal.SIGTERM, signal.SIGINT)[k % 2]) for k, name in enumer
 
 @pytest.mark.parametrize("name,signum", SIGNALS)
 def test_signal_saves_and_exits(name, signum):
-    script = (SCRIPTS | OTHERS)[name]
+    script, code = (SCRIPTS | OTHERS)[name], 128 + signum
+    command = [sys.executable, ROOT / f"{script.SCRIPT}.py"]
     flags = (
         ["--num-envs", "2", "--num-steps", "16"]
         if script is ppo_atari
         else ["--env-id", QUICK.get(script, "CartPole-v1")]
     )
-    process = start(script, *flags)
-    wait_for(lambda: list(Path("runs").glob("*/events*")))
+    run = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run_dir = Path(run.stdout.readline().strip())
+    wait_for(lambda: list(run_dir.glob("events*")))
     time.sleep(1)
-    os.kill(process.pid, signum)
-    done = end(process)
-    assert done.code == 128 + signum and "Traceback" not in done.err, done
-    assert done.err.count("stopping after this iteration") == 1
-    (run_dir,) = Path("runs").iterdir()
+    run.send_signal(signum)
+    _, err = run.communicate(timeout=600)
+    assert run.returncode == code and "Traceback" not in err, err
+    assert err.count("stopping after this iteration") == 1
     state = script.load_checkpoint(run_dir)
     assert state["iteration"] > 0
     assert steps_of(run_dir)[-1] == state["iteration"] * state["args"].batch_size
@@ -850,8 +849,7 @@ def test_track_without_wandb(script, monkeypatch, capsys):
     assert not os.listdir()
 
 
-def test_copy_in_an_empty_folder_runs(script, monkeypatch, capsys):
-    """It trains in a process that finds nothing else; it evaluates in this one, as a start takes seconds."""
+def test_copy_in_an_empty_folder_runs(script):
     Path("copied.py").write_text(with_fields_of_ones_own(script), encoding="utf-8")
     batch = "--batch-segments" if script in (impala_vtrace, ppo_async) else "--num-minibatches"
     batch = "--batch-sequences" if script is ngu_r2d2 else batch
@@ -859,8 +857,8 @@ def test_copy_in_an_empty_folder_runs(script, monkeypatch, capsys):
     subprocess.run([sys.executable, "-I", "copied.py", *flags], check=True, capture_output=True)
     (run_dir,) = Path("runs").iterdir()
     assert "__copied__1__" in run_dir.name and (run_dir / "checkpoint.pt").exists()
-    assert cli(Path("copied.py"), "--evaluate", run_dir, "--eval-episodes", 1, monkeypatch=monkeypatch) == 0
-    assert "over 1 episodes" in capsys.readouterr().out
+    evaluated = [sys.executable, "-I", "copied.py", "--evaluate", run_dir, "--eval-episodes", "1"]
+    assert "over 1 episodes" in subprocess.run(evaluated, check=True, capture_output=True, text=True).stdout
 
 
 @pytest.mark.parametrize("amp", [False, True])

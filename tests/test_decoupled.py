@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,11 +15,13 @@ import probes
 import pytest
 import torch
 from conftest import scalars, small_args, wait_for
-from forks import end, run, start
+from forks import run
 from test_async import acting
 
 import impala_vtrace
 import ppo_async
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(params=[impala_vtrace, ppo_async], ids=lambda script: script.SCRIPT)
@@ -34,14 +38,19 @@ def actors_alive():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("actor")]
 
 
-def few(*flags):
-    return ["--num-steps", 20, "--num-envs", 4, "--batch-segments", 4, "--device", "cpu", "--env-id", *flags]
+def command(script, *flags):
+    small = ["--num-steps", 20, "--num-envs", 4, "--batch-segments", 4, "--device", "cpu", "--env-id", *flags]
+    return [sys.executable, ROOT / f"{script.SCRIPT}.py", *map(str, small)]
 
 
-def ended(script, *flags, code, words):
+def ended(script, *flags, code, words, **kwargs):
     """Run to the end, with this exit code and words on stderr."""
-    done = run(script, *few(*flags))
-    assert done.code == code and re.search(words, done.err), done
+    environment = os.environ | dict(PYTHONPATH=f"{ROOT}:{ROOT / 'tests/helpers'}", OMP_NUM_THREADS="1")
+    done = subprocess.run(
+        command(script, *flags), capture_output=True, text=True, timeout=600, env=environment, **kwargs
+    )
+    assert done.returncode == code and re.search(words, done.stderr), (done.returncode, done.stderr)
+    return done
 
 
 def test_environment_that_raises_ends_the_run_with_its_own_traceback(script):
@@ -56,7 +65,9 @@ def test_environment_that_raises_ends_the_run_with_its_own_traceback(script):
 def test_environment_that_hangs_is_shown_and_ends_the_run(script, flags):
     """Though another actor goes on, with which batches of a single segment are complete."""
     flags = ("probes:Hang-v0", "--stall-seconds", 3, "--save-every", 1, *flags)
-    ended(script, *flags, code=1, words=r'(?s)--stall-seconds 3: nothing .*probes.py", line \d+ in reward')
+    done = run(script, *command(script, *flags)[2:])  # forked, as it ends at once, without Python's own end
+    words = r'(?s)--stall-seconds 3: nothing .*probes.py", line \d+ in reward'
+    assert done.code == 1 and re.search(words, done.err), done
     (run_dir,) = Path("runs").iterdir()
     assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"] > 0
 
@@ -106,13 +117,15 @@ def test_full_disk_is_named_and_leaves_the_last_checkpoint(script, monkeypatch):
 
 
 def test_sigterm_saves_and_goes_on_from_there(script):
-    process = start(script, *few("CartPole-v1"))
-    wait_for(lambda: list(Path("runs").glob("*/events*")))
+    run = subprocess.Popen(
+        command(script, "CartPole-v1"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    run_dir = Path(run.stdout.readline().strip())
+    wait_for(lambda: list(run_dir.glob("events*")))
     time.sleep(1)
-    os.kill(process.pid, signal.SIGTERM)
-    done = end(process)
-    assert done.code == 143 and "Traceback" not in done.err, done
-    (run_dir,) = Path("runs").iterdir()
+    run.send_signal(signal.SIGTERM)
+    _, err = run.communicate(timeout=600)
+    assert run.returncode == 143 and "Traceback" not in err, err
     iteration = torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"]
     assert iteration > 0
     args = script.load_checkpoint(run_dir)["args"]
