@@ -38,7 +38,8 @@ RESULTS = ROOT / "benchmark/results"
 SUMMARY = ROOT / "benchmark/RESULTS.md", ROOT / "README.md"  # pages that have the summary
 TABLES = ROOT / "benchmark/TABLES.md"  # has a table a suite
 METHODS = ROOT / "benchmark/METHODS.md"  # has the table of controls
-CONTROLS = {"mujoco_3_4": "MuJoCo 3.4.0", "reward_scaling_2018": "the reward scaling of 2018"}
+CONTROLS = {"mujoco_3_4": "MuJoCo 3.4.0", "reward_scaling_2018": "the reward scaling of 2018"}  # folders
+CHANGED = {"mujoco_11_bins": "actions in 11 bins", "mujoco_v5": "version 5 of the task"}  # suites
 RANDOM = RESULTS / "random_policy.csv"
 LEGEND = """A ratio is ours by theirs, counted from random actions, with its 95 % interval. matches: it is
 within 10 % of 1; below, above: it is on one side of 1; open: it takes more runs; cut: stopped before the end.
@@ -418,17 +419,29 @@ def summary(results: dict[str, list[tuple[Row, Result | None]]]) -> str:
     return "\n\n".join(filter(None, (markdown(lines), "\n".join(together))))
 
 
-def controls(results: list[tuple[Row, Result | None]]) -> str:
-    """Table of rows of the MuJoCo suite with one thing changed (controls/), beside the same without it."""
+def controls(results: dict[str, list[tuple[Row, Result | None]]]) -> str:
+    """Table of MuJoCo's tasks with one thing changed, beside the same without it.
+
+    Another version of a task has other rewards, so there is no ratio.
+    """
+    plain = {row.task: result for row, result in results["mujoco"] if row.is_comparable and result}
+    changed = [
+        (change, row.task, load("mujoco", row, Args(results=RESULTS / "controls" / folder)))
+        for folder, change in CONTROLS.items()
+        for row, _ in results["mujoco"]
+    ]
+    changed += [
+        (change, row.task.replace("-v5", "-v4"), result)
+        for suite, change in CHANGED.items()
+        for row, result in results[suite]
+    ]
     lines = ["with|task|runs with it|runs without|ratio".split("|")]
-    for name, change in CONTROLS.items():
-        for row, result in results:
-            changed = load("mujoco", row, Args(results=RESULTS / "controls" / name))
-            if result and changed:
-                both = [runs_of("", row.task, x.at(x.reached)) for x in (changed, result)]
-                by = ratio(*both, random_returns()[row.task])
-                cells = [mean_and_runs(x, row) for x in both]
-                lines.append([change, row.task, *cells, said(by) if by else ""])
+    for change, task, result in changed:
+        if result and task in plain:
+            both = [runs_of("", task, x.at(x.reached)) for x in (result, plain[task])]
+            by = ratio(*both, random_returns()[task]) if result.row.task == task else None
+            cells = [mean_and_runs(x, plain[task].row) for x in both]
+            lines.append([change, task.removesuffix("-v4"), *cells, said(by) if by else ""])
     return markdown(lines)
 
 
@@ -556,8 +569,8 @@ def write(args: Args, results: dict[str, list[tuple[Row, Result | None]]]):
             write_between(TABLES, suite, section(suite, results[suite]))
         for page in SUMMARY:
             write_between(page, "summary", summary(results))
-        if "mujoco" in args.suites:
-            write_between(METHODS, "controls", controls(results["mujoco"]))
+        if {"mujoco", *CHANGED} & {*args.suites}:
+            write_between(METHODS, "controls", controls(results))
 
 
 def main():

@@ -49,7 +49,7 @@ class Row:
     threads: int = 1  # of a run
     panel: str = ""  # of the suite's figure; else rows of the same task share one
     is_drawn: bool = True  # in the suite's figure
-    has_peers: bool = True  # false where the schedule is not that of others' runs
+    has_peers: bool = True  # false where nobody's runs had this schedule, or this version of the task
 
     @property
     def task(self) -> str:
@@ -188,7 +188,11 @@ SUITES = {
             is_drawn=False,
         ),
     ],
-    "mujoco_11_bins": [Row("ppo_multidiscrete", "HalfCheetah-v4", 1_000_000)],
+    "mujoco_v5": [Row("ppo_continuous", f"{task}-v5", 1_000_000, has_peers=False) for task in MUJOCO],
+    "mujoco_11_bins": [  # the same tasks with Gaussians are in the MuJoCo suite
+        Row("ppo_multidiscrete", f"{task}-v4", 1_000_000)
+        for task in ("HalfCheetah", "Hopper", "Walker2d", "Humanoid")
+    ],
     "atari": [
         atari("ppo_atari", "Breakout", None, 1),
         atari("ppo_atari", "Pong", 3_000_000, 1),

@@ -524,18 +524,24 @@ def test_cleanrl_run_here_stands_beside_ours(monkeypatch):
     assert cells(result(TEN, row=other))[compare.HERE] == ""
 
 
-def test_the_summary_has_each_script_and_task_that_cleanrl_has():
-    loaded = {
+def load_all():
+    """Rows and results of all suites, as compare.py reads them."""
+    return {
         suite: [(row, compare.load(suite, row, compare.Args())) for row in rows]
         for suite, rows in SUITES.items()
     }
-    head, _, *lines = compare.summary(loaded).partition("\n\n")[0].splitlines()
+
+
+def test_the_summary_has_each_script_and_task_that_cleanrl_has():
+    head, _, *lines = compare.summary(load_all()).partition("\n\n")[0].splitlines()
     shown = [tuple(cell.strip(" `") for cell in line.split("|")[1:3]) for line in lines]
     known = [
         row for rows in SUITES.values() for row in rows if row.script in compare.CLEANRL and not row.flags
     ]
     known = [
-        (row.script, row.task.replace("NoFrameskip-v4", "")) for row in known if "Unclipped" not in row.task
+        (row.script, row.task.replace("NoFrameskip-v4", ""))
+        for row in known
+        if "Unclipped" not in row.task and not row.task.endswith("-v5")
     ]
     assert shown == known and head.startswith("| script | task | steps | ours (seeds) | CleanRL, run here |")
 
@@ -872,9 +878,7 @@ def test_tables_of_the_pages_are_those_of_the_csvs():
     page = compare.TABLES.read_text(encoding="utf-8")
     shown = re.findall(r"<!-- (\w+) -->\n(.*?)\n<!-- end of \1 -->", page, re.DOTALL)
     assert [suite for suite, _ in shown] == [*SUITES]
-    loaded = {
-        suite: [(row, compare.load(suite, row, compare.Args())) for row in SUITES[suite]] for suite in SUITES
-    }
+    loaded = load_all()
     for suite, table in shown:
         assert table == compare.section(suite, loaded[suite]), suite
     summary = f"<!-- summary -->\n{compare.summary(loaded)}\n<!-- end of summary -->"
@@ -1096,16 +1100,18 @@ def test_disco_counts_the_cells_of_agents_and_walks(monkeypatch):
 def test_controls_of_the_page():
     """METHODS.md has mean, deviation and number of the runs of each control, at the last step of all."""
     page, runs = compare.METHODS.read_text(encoding="utf-8"), {}
-    for folder in (RESULTS / "controls").glob("*/mujoco"):
+    folders = {RESULTS / "controls" / name / "mujoco": change for name, change in compare.CONTROLS.items()}
+    folders |= {RESULTS / suite: change for suite, change in compare.CHANGED.items()}
+    for folder, change in folders.items():
         for name, run in read_table(folder / "runs.csv").items():
-            line = f"| {compare.CONTROLS[folder.parent.name]} | {run['env_id']} | "
+            line = f"| {change} | {run['env_id'].rpartition('-')[0]} | "
             episodes = [(int(row["step"]), float(row["return"])) for row in read_csv(csv_path(folder, name))]
             runs.setdefault(line, []).append(episodes)
-    assert len(runs) == 4
+    assert len({line.split("|")[1] for line in runs}) == 3  # a folder without runs has no line
     for line, seeds in runs.items():
         last = min(episodes[-1][0] for episodes in seeds)
         scores = [np.mean([x for step, x in episodes if step <= last][-100:]) for episodes in seeds]
         mean, std = compare.number(np.mean(scores)), compare.number(np.std(scores, ddof=1))
         assert f"{line}{mean} ± {std} ({len(scores)}) | " in page
-    table = compare.controls([(row, compare.load("mujoco", row, compare.Args())) for row in SUITES["mujoco"]])
+    table = compare.controls(load_all())
     assert f"<!-- controls -->\n{table}\n<!-- end of controls -->" in page
