@@ -176,9 +176,15 @@ def test_observations_that_are_no_vectors_name_the_way_out(name, monkeypatch, ca
         assert "ngu_r2d2.py" in words or env_id == "FrozenLake-v1"
 
 
-def test_the_name_of_a_game_names_its_id(monkeypatch, capsys):
-    words = mistake(ppo_atari, "--env-id", "Breakout", monkeypatch=monkeypatch, capsys=capsys)
-    assert "(try BreakoutNoFrameskip-v4)" in words
+@pytest.mark.parametrize("name", ["ppo_atari", "ppo_lstm", "impala_vtrace", "ppo_async", "ngu_r2d2"])
+@pytest.mark.parametrize("env_id", ["Breakout", "ALE/Breakout"])
+def test_a_game_without_its_version_names_an_id(name, env_id, monkeypatch, capsys):
+    """gymnasium adds a version to some ids; frames, lives and no-ops go by the name that was written."""
+    words = mistake(ALL[name], "--env-id", env_id, monkeypatch=monkeypatch, capsys=capsys)
+    hints = {"Breakout": "(try BreakoutNoFrameskip-v4)", "ALE/Breakout": "No registered env"}
+    hint = hints[env_id] if name == "ppo_atari" else "such as PongNoFrameskip-v4"
+    hint = hint if name in ("ppo_atari", "ppo_lstm") else "as in BreakoutNoFrameskip-v4 or ALE/Breakout-v5"
+    assert hint in words
 
 
 @pytest.mark.parametrize("name", ["ppo", "ppo_shared", "ppo_continuous"])
