@@ -38,8 +38,12 @@ RESULTS = ROOT / "benchmark/results"
 SUMMARY = ROOT / "benchmark/RESULTS.md", ROOT / "README.md"  # pages that have the summary
 TABLES = ROOT / "benchmark/TABLES.md"  # has a table a suite
 METHODS = ROOT / "benchmark/METHODS.md"  # has the table of controls
-CONTROLS = {"mujoco_3_4": "MuJoCo 3.4.0", "reward_scaling_2018": "the reward scaling of 2018"}  # folders
-CHANGED = {"mujoco_11_bins": "actions in 11 bins", "mujoco_v5": "version 5 of the task"}  # suites
+CONTROLS = {  # what is changed, by folder of controls/
+    "mujoco_3_4": "MuJoCo 3.4.0",
+    "reward_scaling_2018": "the reward scaling of 2018",
+    "first_build": "the build of 21 November 2026",
+}
+CHANGED = {"mujoco_11_bins": "actions in 11 bins", "mujoco_v5": "version 5 of the task"}  # by suite
 RANDOM = RESULTS / "random_policy.csv"
 LEGEND = """A ratio is ours by theirs, counted from random actions, with its 95 % interval. matches: it is
 within 10 % of 1; below, above: it is on one side of 1; open: it takes more runs; cut: stopped before the end.
