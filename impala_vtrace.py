@@ -12,6 +12,7 @@
     python impala_vtrace.py --env-id PongNoFrameskip-v4       # every field of Args is a flag; see --help
     python impala_vtrace.py --env-id PongNoFrameskip-v4,BreakoutNoFrameskip-v4      # one network, two tasks
     python impala_vtrace.py --env-id CartPole-v1 --sync       # actors and learner in turn: it repeats exactly
+    python impala_vtrace.py --optimizer rmsprop --num-envs 32 --batch-segments 32      # as in the paper
     python impala_vtrace.py --resume runs/NAME                # go on with a run that was stopped
     python impala_vtrace.py --evaluate runs/NAME              # play full episodes with its agent
     torchrun --nproc-per-node 2 impala_vtrace.py              # two learners, each with actors of its own
@@ -57,7 +58,7 @@ class Args:
     seed: int = 1  # of Python, NumPy, PyTorch and the environments
 
     # actors
-    num_envs: int = 32  # parallel environments, divided among torchrun's processes
+    num_envs: int = 8  # parallel environments, divided among torchrun's processes
     num_actors: int = 1  # threads of a process for each task, with two groups of environments each
     num_steps: int = 20  # steps per environment and segment (T)
     sync: bool = False  # actors and learner in turn, in one thread
@@ -72,12 +73,13 @@ class Args:
     bootstrap_truncated: bool = False  # at time limits, add gamma * value of the last observation to rewards
 
     # update
-    batch_segments: int = 32  # segments in a batch, divided among torchrun's processes
+    batch_segments: int = 4  # segments in a batch, divided among torchrun's processes
     replay_fraction: float = 0.0  # share of a batch that comes from the replay
     replay_segments: int = 10_000  # segments in the replay of a process, 6 GB of Atari's
-    learning_rate: float = 6e-4  # RMSProp's, before annealing
+    optimizer: Literal["adam", "rmsprop"] = "adam"  # rmsprop: the paper's, as in TensorFlow
+    learning_rate: float = 6e-4  # the optimizer's, before annealing
     anneal_lr: bool = True  # decay the learning rate linearly to 0
-    rmsprop_decay: float = 0.99  # decay of the mean of squared gradients
+    rmsprop_decay: float = 0.99  # decay of RMSProp's mean of squared gradients
     rmsprop_eps: float = 0.01  # added to that mean, inside the root
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
@@ -442,18 +444,21 @@ def impala_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Ten
     return loss, metrics
 
 
-class RMSProp(nn.Module):
+class RMSProp(torch.optim.Optimizer):
     """RMSProp as in TensorFlow, for the paper's values: epsilon inside the root, squares begin with ones."""
 
-    def __init__(self, flat: nn.Parameter, decay: float, eps: float):
-        super().__init__()
+    def __init__(self, flat: nn.Parameter, lr: Tensor, decay: float, eps: float):
+        super().__init__([flat], dict(lr=lr))
         self.decay, self.eps = decay, eps
-        self.register_buffer("square_avg", torch.ones_like(flat))
+        self.state[flat]["square_avg"] = torch.ones_like(flat)
 
     @torch.no_grad()
-    def step(self, flat: nn.Parameter, lr: Tensor):
-        self.square_avg.lerp_(flat.grad**2, 1 - self.decay)
-        flat.sub_(lr * flat.grad / (self.square_avg + self.eps).sqrt())
+    def step(self):
+        (group,) = self.param_groups
+        (flat,) = group["params"]
+        square_avg = self.state[flat]["square_avg"]
+        square_avg.lerp_(flat.grad**2, 1 - self.decay)
+        flat.sub_(group["lr"] * flat.grad / (square_avg + self.eps).sqrt())
 
 
 @torch.no_grad()
@@ -678,8 +683,12 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
     # agent.to() or agent.zero_grad() would break it.
     flat = flatten(agent.parameters())
     lr = torch.tensor(args.learning_rate, device=device)  # a tensor, or annealing would recompile
-    optimizer = RMSProp(flat, args.rmsprop_decay, args.rmsprop_eps)
+    if args.optimizer == "adam":
+        optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True, capturable=True)
+    else:
+        optimizer = RMSProp(flat, lr, args.rmsprop_decay, args.rmsprop_eps)
     run = Run(args, log_every=args.log_every, agent=agent, optimizer=optimizer)  # folder, logs, checkpoints
+    optimizer.param_groups[0]["lr"] = lr  # --resume loads a copy, which lr.fill_() would not reach
 
     def update(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         flat.grad.zero_()  # in place, as the parameters' gradients are views of it
@@ -691,7 +700,7 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
             torch.distributed.all_reduce(flat.grad)
         norm = flat.grad.norm()
         flat.grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1))
-        optimizer.step(flat, lr)
+        optimizer.step()
         return metrics | dict(grad_norm=norm)
 
     if args.compile:
@@ -814,6 +823,7 @@ FIXED = (
     "num_steps",
     "batch_segments",
     "replay_fraction",
+    "optimizer",
 )  # what --resume cannot change
 HEARTBEATS: dict[str, float] = {}  # when each loop last went on
 
@@ -1036,10 +1046,10 @@ def keep_freed_memory():
 
 
 def warn_of_lag(args: Args):
-    """Says how far segments will be behind the learner, if that is further than need be."""
+    """Says how far segments will be behind the learner, if other flags would make it two versions less."""
     least = 0 if args.sync else 1  # versions
     lag = least + math.ceil(2 * args.room / args.batch_groups) - 1  # of the last for which there is room
-    if lag > least and RANK == 0:
+    if lag > least + 1 and RANK == 0:
         expected = f"expect segments about {lag} versions behind the learner instead of {least}"
         remedy = f"let a batch's new segments be a multiple of the {args.num_envs} environments"
         print(f"{SCRIPT}.py: warning: {expected}: {remedy}", file=sys.stderr)
@@ -1212,7 +1222,7 @@ def check_spaces(env_id: str, envs: gym.vector.VectorEnv):
     """Fails for environments that the agent cannot play."""
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     if envs.envs[0].spec.entry_point == "ale_py.env:AtariEnv":  # without its frames, lives and no-ops
-        fail(f"--env-id {env_id}: add the version, as in BreakoutNoFrameskip-v4 or ALE/Breakout-v5")
+        fail(f"--env-id {env_id}: write it as BreakoutNoFrameskip-v4 and ALE/Breakout-v5 are written")
     if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
         fail(f"{env_id} acts in {action_space}: try ppo_continuous.py, or Discrete actions from 0")
     if not isinstance(obs_space, gym.spaces.Box):

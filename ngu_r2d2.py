@@ -1422,7 +1422,7 @@ def check_spaces(env_id: str, envs: gym.vector.VectorEnv):
     """Fails for environments that the agent cannot play."""
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     if envs.envs[0].spec.entry_point == "ale_py.env:AtariEnv":  # without its frames, lives and no-ops
-        fail(f"--env-id {env_id}: add the version, as in BreakoutNoFrameskip-v4 or ALE/Breakout-v5")
+        fail(f"--env-id {env_id}: write it as BreakoutNoFrameskip-v4 and ALE/Breakout-v5 are written")
     if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
         fail(f"{env_id} acts in {action_space}: try ppo_continuous.py, or Discrete actions from 0")
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):

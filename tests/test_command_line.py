@@ -183,7 +183,7 @@ def test_a_game_without_its_version_names_an_id(name, env_id, monkeypatch, capsy
     words = mistake(ALL[name], "--env-id", env_id, monkeypatch=monkeypatch, capsys=capsys)
     hints = {"Breakout": "(try BreakoutNoFrameskip-v4)", "ALE/Breakout": "No registered env"}
     hint = hints[env_id] if name == "ppo_atari" else "such as PongNoFrameskip-v4"
-    hint = hint if name in ("ppo_atari", "ppo_lstm") else "as in BreakoutNoFrameskip-v4 or ALE/Breakout-v5"
+    hint = hint if name in ("ppo_atari", "ppo_lstm") else "as BreakoutNoFrameskip-v4 and ALE/Breakout-v5 are"
     assert hint in words
 
 

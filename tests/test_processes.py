@@ -306,7 +306,7 @@ class RMSProp(torch.optim.Optimizer):
 
 
 def optimizer_of(script, agent, args):
-    if script is impala_vtrace:
+    if script is impala_vtrace and args.optimizer == "rmsprop":
         return RMSProp(agent.parameters(), args.learning_rate, args.rmsprop_decay, args.rmsprop_eps)
     return torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5)
 
@@ -472,6 +472,7 @@ def test_normalization_is_by_the_observations_and_returns_of_all(parts):
 def test_impala_learners_that_average_now_and_then(tmp_path):
     """--sync-every 2: each learns alone, its segments counted twice; after updates 2 and 4 they meet."""
     flags = flags_of("impala_vtrace", 4) | dict(sync_every=2, max_grad_norm=1e9)
+    flags |= dict(optimizer="rmsprop")
     ranks = side_by_side(recorded, "impala_vtrace", flags)
     args = ranks[0]["args"]
     agents = [deepcopy(rank["at_first"][0]) for rank in ranks]
@@ -604,6 +605,4 @@ def test_torchrun_trains_to_the_end(name):
     run(*TORCHRUN, ROOT / f"{name}.py", *flags)
     (run_dir,) = Path("runs").iterdir()
     state = torch.load(run_dir / "checkpoint.pt")
-    assert state["iteration"] == (
-        state["args"]["total_timesteps"] // {"impala_vtrace": 512, "ngu_r2d2": 64}[name]
-    )
+    assert state["iteration"] == state["args"]["total_timesteps"] // 64

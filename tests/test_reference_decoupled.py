@@ -92,6 +92,7 @@ def ended_in(trace, begin, length):
 def impala_args(**flags):
     flags = dict(env_id="Wander-v0", num_envs=4, batch_segments=4, num_steps=5, gamma=0.9) | flags
     flags = dict(learning_rate=0.02, ent_coef=0.05, vf_coef=0.3, device="cpu", log_every=1) | flags
+    flags = dict(optimizer="rmsprop") | flags
     flags = dict(rho_bar=1.01) | flags  # with 1, rounding would decide whether a weight of 1 is clipped
     updates = flags.pop("updates", 6)
     args = impala_vtrace.Args(**dict(total_timesteps=10**5) | flags)
@@ -100,7 +101,9 @@ def impala_args(**flags):
 
 
 IMPALA = {
-    "default": dict(sync=True),
+    "Adam": dict(optimizer="adam"),
+    "Adam in turn": dict(optimizer="adam", sync=True, lstm=True, learning_rate=0.005, max_grad_norm=2.0),
+    "in turn": dict(sync=True),
     "vtrace": dict(num_actors=2, rho_bar=1.5, c_bar=0.8, vtrace_lambda=0.9, bootstrap_truncated=True),
     "lstm": dict(lstm=True, num_actors=2, bootstrap_truncated=True, max_grad_norm=2.0),
     "lstm in turn": dict(lstm=True, sync=True, bootstrap_truncated=True, num_steps=20, rmsprop_decay=0.9),

@@ -178,7 +178,6 @@ OTHERWISE = {
         "Agent": "shallow or deep convolutions, with or without an LSTM",
         "setup: agent": "takes args",
         "setup: flat": "RMSProp and the ring of learners take nothing else",
-        "setup: optimizer": "RMSProp",
         "setup: run": "logs only every so many iterations",
         "setup: update()": "V-trace, sums instead of means, and learners that may learn alone",
         "setup: if args.compile:": "compiles the update alone",

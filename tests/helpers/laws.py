@@ -319,6 +319,10 @@ def law_of_rmsprop(run):
         assert_close(step.before - step.after, change, "change", 1e-2)
 
 
+def law_of_optimizer(run):
+    {"adam": law_of_adam, "rmsprop": law_of_rmsprop}[run.args.optimizer](run)
+
+
 # === IMPALA ===
 
 
@@ -505,7 +509,7 @@ LAWS = {
     **dict.fromkeys(("ppo", "ppo_shared", "ppo_atari", "ppo_lstm"), PPO_IN_STEP),
     **dict.fromkeys(("ppo_continuous", "ppo_multidiscrete"), PPO_IN_STEP),
     "ppo_async": PPO_IN_STEP,
-    "impala_vtrace": (law_of_environments, law_of_unrolls, law_of_impala, law_of_rmsprop),
+    "impala_vtrace": (law_of_environments, law_of_unrolls, law_of_impala, law_of_optimizer),
     "ngu_r2d2": (law_of_environments, law_of_sequences, law_of_ngu, law_of_adam, law_of_exploration),
 }
 

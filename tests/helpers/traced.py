@@ -256,31 +256,20 @@ def hook_loss(run: Run, patch: pytest.MonkeyPatch):
     patch.setattr(script, name, functools.wraps(original)(loss))
 
 
-def hook_optimizers(run: Run, patch: pytest.MonkeyPatch):
+def hook_optimizers(run: Run):
     """Notes each step: lr, gradient, parameters before and after."""
 
     def before(optimizer, *_):
         group = optimizer.param_groups[0]
         (flat,) = group["params"]
-        step = SimpleNamespace(optimizer=optimizer, lr=float(group["lr"]), eps=group["eps"])
+        step = SimpleNamespace(optimizer=optimizer, lr=float(group["lr"]))
         step.grad, step.before, step.norm = vector([flat.grad]), vector([flat]), flat.grad.norm().item()
         run.steps.append(step)
 
     def after(optimizer, *_):
         run.steps[-1].after = vector(optimizer.param_groups[0]["params"])
 
-    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-    if run.script.SCRIPT == "impala_vtrace":
-        original = run.script.RMSProp.step
-
-        def step(self, flat, lr):
-            noted = SimpleNamespace(lr=float(lr), grad=vector([flat.grad]), before=vector([flat]))
-            original(self, flat, lr)
-            noted.after = vector([flat])
-            run.steps.append(noted)
-
-        patch.setattr(run.script.RMSProp, "step", step)
-    return handles
+    return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
 
 def hook_agent(run: Run, patch: pytest.MonkeyPatch, adapt):
@@ -366,7 +355,7 @@ def record(script, adapt=lambda agent: None, writes=False, **flags) -> Run:
         hook_agent(run, patch, adapt)
         hook_loss(run, patch)
         hook_libraries(run, patch, writes)
-        handles = hook_optimizers(run, patch)
+        handles = hook_optimizers(run)
         run.environments = Traced.made
         try:
             run.run_dir = Path(script.train(args)).resolve()

@@ -24,7 +24,8 @@ class Impala:
     def __init__(self, args, weights, traces, num_updates):
         self.args, self.traces, self.num_updates = args, traces, num_updates
         self.weights = [weights]  # of each version
-        self.square_avg = {name: np.ones_like(x) for name, x in weights.items()}
+        self.square_avg = {name: np.ones_like(x) for name, x in weights.items()}  # RMSProp's
+        self.m, self.v = {}, {}  # Adam's
         size = weights["lstm.weight_hh_l0"].shape[1] if args.lstm else 0
         self.states = {trace.number: (torch.zeros(size).double(),) * 2 for trace in traces}  # to act on with
         self.acted = {trace.number: 0 for trace in traces}  # steps
@@ -153,16 +154,22 @@ class Impala:
         return losses | {"charts/learning_rate": self.lr}, all_targets
 
     def descend(self, gradients):
-        """Clipping of the global norm, RMSProp with epsilon inside the root, learning rate to 0."""
+        """Clipping of the global norm; Adam, or RMSProp with epsilon inside the root; learning rate to 0."""
         args, version = self.args, len(self.weights) - 1
         self.norm = np.sqrt(sum((g**2).sum() for g in gradients.values()))
         shrink = min(1.0, args.max_grad_norm / self.norm)
         self.lr = args.learning_rate * (1 - version / self.num_updates if args.anneal_lr else 1)
-        new = {}
+        new, count = {}, version + 1
         for name, gradient in gradients.items():
-            g, d = shrink * gradient, args.rmsprop_decay
-            self.square_avg[name] = d * self.square_avg[name] + (1 - d) * g**2
-            new[name] = self.weights[-1][name] - self.lr * g / np.sqrt(
-                self.square_avg[name] + args.rmsprop_eps
-            )
+            g = shrink * gradient
+            if args.optimizer == "adam":
+                self.m[name] = 0.9 * self.m.get(name, 0) + 0.1 * g
+                self.v[name] = 0.999 * self.v.get(name, 0) + 0.001 * g**2
+                m, v = self.m[name] / (1 - 0.9**count), self.v[name] / (1 - 0.999**count)
+                change = m / (np.sqrt(v) + 1e-5)
+            else:
+                d = args.rmsprop_decay
+                self.square_avg[name] = d * self.square_avg[name] + (1 - d) * g**2
+                change = g / np.sqrt(self.square_avg[name] + args.rmsprop_eps)
+            new[name] = self.weights[-1][name] - self.lr * change
         self.weights.append(new)
