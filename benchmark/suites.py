@@ -153,6 +153,11 @@ def atari(script: str, game: str, stop_at: int | None, seeds: int) -> Row:
     return Row(script, env_id, 10_000_000, targets, seeds=seeds, stop_at=stop_at, threads=2)
 
 
+def impala(game: str, stop_at: int, seeds: int, *targets: Target) -> Row:
+    env_id, schedule = f"{game}NoFrameskip-v4", 10_000_000
+    return Row("impala_vtrace", env_id, schedule, targets, seeds=seeds, stop_at=stop_at, threads=2)
+
+
 MICRORTS = "--no-normalize --num-envs 8 --num-steps 128 --num-minibatches 4 --update-epochs 4"
 MICRORTS += " --learning-rate 2.5e-4 --clip-coef 0.1 --ent-coef 0.01"
 
@@ -160,9 +165,6 @@ MICRORTS += " --learning-rate 2.5e-4 --clip-coef 0.1 --ent-coef 0.01"
 IMPALA = "--num-envs 8 --batch-segments 8 --learning-rate 5e-3 --vf-coef 0.05 --ent-coef 0.001"
 IMPALA += " --bootstrap-truncated --device cpu"
 REPLAY = f"{IMPALA} --batch-segments 16 --replay-fraction 0.5"
-
-# an update every 80 steps instead of 640: what a run of 3M steps needs, not one of 200M
-SMALL_BATCHES = "--num-envs 8 --num-steps 10 --batch-segments 8"
 
 ASYNC = "--num-envs 8 --num-steps 32 --batch-segments 8 --learning-rate 1e-3 --clip-coef 0.2 --device cpu"
 
@@ -227,36 +229,21 @@ SUITES = {
     "impala": [
         Row("impala_vtrace", "CartPole-v1", 500_000, flags=IMPALA),
         Row("impala_vtrace", "CartPole-v1", 500_000, flags=f"{IMPALA} --sync", label="sync"),
-        *(
-            Row(
-                "impala_vtrace",
-                "PongNoFrameskip-v4",
-                10_000_000,
-                (curve("RLlib, 32 workers", "rllib_impala_lowlatency-32", "PongNoFrameskip-v4"),),
-                flags,
-                label,
-                seeds=1,
-                stop_at=3_000_000,
-                threads=2,
-            )
-            for flags, label in (
-                ("", ""),
-                (SMALL_BATCHES, "small batches"),
-                (f"{SMALL_BATCHES} --learning-rate 1.5e-3", "small batches, large steps"),
-            )
-        ),
-        Row(
-            "impala_vtrace",
-            "BreakoutNoFrameskip-v4",
+        impala(
+            "Pong",
             10_000_000,
-            (
-                curve("RLlib", "rllib_impala", "BreakoutNoFrameskip-v4"),
-                curve("RLlib 2020", "rllib_impala_2020_torch", "BreakoutNoFrameskip-v4"),
-                curve("RLlib 2020, TensorFlow", "rllib_impala_2020_tf", "BreakoutNoFrameskip-v4"),
-            ),
-            seeds=0,
-            threads=2,
+            2,
+            curve("RLlib, 32 workers", "rllib_impala_lowlatency-32", "PongNoFrameskip-v4"),
         ),
+        impala(
+            "Breakout",
+            10_000_000,
+            2,
+            curve("RLlib", "rllib_impala", "BreakoutNoFrameskip-v4"),
+            curve("RLlib 2020", "rllib_impala_2020_torch", "BreakoutNoFrameskip-v4"),
+            curve("RLlib 2020, TensorFlow", "rllib_impala_2020_tf", "BreakoutNoFrameskip-v4"),
+        ),
+        *(impala(game, 5_000_000, 1) for game in ("BeamRider", "Qbert", "SpaceInvaders")),
     ],
     "vtrace_ablation": [  # section 5.2.2 of IMPALA's paper on small tasks: half of each batch is replayed
         Row("impala_vtrace", env_id, steps, flags=f"{REPLAY} {flags} --correction {kind}", label=kind)
