@@ -688,7 +688,8 @@ def test_results_of_other_flags_are_named():
 
 def test_flags_of_a_name_show_its_results():
     """The flags of a row stay, and a renamed flag has its new name; what no flags give has none."""
-    (row,) = [row for row in SUITES["impala"] if row.label == "small batches"]
+    small = "--num-envs 8 --num-steps 10 --batch-segments 8"
+    row = Row("impala_vtrace", "PongNoFrameskip-v4", 10_000_000, flags=small)
     more = "--learning-rate 0.1 --batch-segments 4 --sync"
     found = compare.flags_between(row, row.name(more))
     assert row.options(found) == row.options(more) and row.name(found) == row.name(more)
@@ -924,6 +925,35 @@ def test_numbers_that_stand_in_no_table():
     impala = " ".join((ROOT / "docs/impala.md").read_text(encoding="utf-8").split())
     p_value = stats.ttest_ind(none.at(none.reached), vtrace.at(vtrace.reached), equal_var=False).pvalue
     assert f"(between `none` and V-trace, Welch's p is {p_value:.2f})" in impala
+
+
+def test_screen_of_impalas_defaults():
+    """docs/impala.md has a row for each run on Pong, in any order: settings, and means of 100 episodes."""
+    page, folder = (ROOT / "docs/impala.md").read_text(encoding="utf-8"), RESULTS / "impala_screen"
+    shown = page.partition("<!-- screen -->")[2].partition("<!-- end of screen -->")[0]
+    settings, scores = [], []
+    for line in shown.strip().splitlines()[2:]:
+        optimizer, num_steps, batch_segments, _, *returns, last = [x.strip() for x in line.split("|")[1:-1]]
+        settings.append((*optimizer.split(), num_steps, batch_segments))
+        scores.append((*settings[-1], *returns, last))
+    expected = []
+    for name, run in read_table(folder / "runs.csv").items():
+        steps, returns = np.array(
+            [(float(x["step"]), float(x["return"])) for x in read_csv(csv_path(folder, name))]
+        ).T
+        options = Row("", "", 0).options("--" + run["command"].partition(" --")[2])
+        found = {
+            k: f"{returns[steps <= k * 1e6][-100:].mean():.1f}".replace("-", "−") for k in (0.75, 1.5, 3, 99)
+        }
+        if "Breakout" in name:
+            assert f"it had {found[99]} after {steps[-1] / 1e6:.2f}M steps" in " ".join(page.split())
+            continue
+        until = [found[k] if steps[-1] > 0.99e6 * k else "" for k in (0.75, 1.5, 3)]
+        optimizer = "Adam" if "optimizer" in options else "RMSProp"
+        sizes = options["num-steps"], options.get("batch-segments", options.get("batch-unrolls"))
+        rate = options.get("learning-rate", "6e-4")
+        expected.append((optimizer, rate, *sizes, *until, f"{found[99]} at {steps[-1] / 1e6:.2f}M"))
+    assert len(expected) == 12 and sorted(scores) == sorted(expected)
 
 
 def test_hours_to_a_score():
