@@ -164,7 +164,7 @@ MICRORTS += " --learning-rate 2.5e-4 --clip-coef 0.1 --ent-coef 0.01"
 # IMPALA's defaults are those of Atari: vectors want larger steps and the paper's optimizer
 IMPALA = "--optimizer rmsprop --num-envs 8 --batch-segments 8 --learning-rate 5e-3 --vf-coef 0.05"
 IMPALA += " --ent-coef 0.001 --bootstrap-truncated --device cpu"
-REPLAY = "--optimizer rmsprop --num-envs 8 --batch-segments 16 --replay-fraction 0.5 --learning-rate 5e-3"
+REPLAY = "--optimizer rmsprop --batch-segments 16 --replay-fraction 0.5 --learning-rate 5e-3"
 REPLAY += " --vf-coef 0.05 --ent-coef 0.001 --bootstrap-truncated --device cpu"
 
 ASYNC = "--num-envs 8 --num-steps 32 --batch-segments 8 --learning-rate 1e-3 --clip-coef 0.2 --device cpu"

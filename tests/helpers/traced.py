@@ -262,7 +262,7 @@ def hook_optimizers(run: Run):
     def before(optimizer, *_):
         group = optimizer.param_groups[0]
         (flat,) = group["params"]
-        step = SimpleNamespace(optimizer=optimizer, lr=float(group["lr"]))
+        step = SimpleNamespace(optimizer=optimizer, lr=float(group["lr"]), eps=group.get("eps"))
         step.grad, step.before, step.norm = vector([flat.grad]), vector([flat]), flat.grad.norm().item()
         run.steps.append(step)
 
