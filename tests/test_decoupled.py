@@ -195,6 +195,7 @@ def test_no_actor_runs_ahead_of_the_others(script, num_actors, monkeypatch, caps
             dict(num_envs=12, num_actors=3, batch_segments=2, sync=False),
             "about 6 versions behind the",
         ),
+        (dict(num_envs=12, num_actors=3, batch_segments=4, sync=False), "about 3 versions behind the"),
         (dict(num_envs=4, batch_segments=2, sync=False), "about 2 versions behind the"),
         (dict(num_envs=4, batch_segments=6, sync=False), "about 2 versions behind the"),
         (dict(num_envs=4, batch_segments=2, sync=True), "about 1 versions behind the"),
@@ -205,7 +206,9 @@ def test_geometry_with_more_lag_is_told_once(script, flags, words, capsys):
     args.total_timesteps = args.batch_size * 5
     run_dir = script.train(args)
     err = capsys.readouterr().err
-    if script is impala_vtrace and "6 versions" not in words:  # one more than need be: as by default
+    if script is impala_vtrace and not re.search(
+        "[36] versions", words
+    ):  # one more than need be: as by default
         assert "warning" not in err
     else:
         assert err.count("warning") == 1 and words in err and f"the {args.num_envs} environments" in err
