@@ -167,13 +167,21 @@ def run_suite(args: Suite):
 
 # === Population-based training ===============================================================
 
-EVOLVED = ("learning_rate", "ent_coef", "rmsprop_eps")  # of these, the flags that a script has
+EVOLVED = ("learning_rate", "ent_coef", "rmsprop_eps")  # the three of IMPALA's paper
 
 
 @dataclass(frozen=True)
 class Member:
     fitness: float  # mean return of the last 100 training episodes; NaN before the first
     values: dict[str, float]  # of the hyper-parameters
+
+
+def evolved(defaults) -> dict[str, float]:
+    """The flags to evolve, of those that a script has and reads with these arguments, and their values."""
+    names = [name for name in EVOLVED if hasattr(defaults, name)]
+    if getattr(defaults, "optimizer", None) == "adam":
+        names.remove("rmsprop_eps")
+    return {name: getattr(defaults, name) for name in names}
 
 
 def evolve(members: list[Member], rng: np.random.Generator) -> list[tuple[int, dict[str, float]]]:
@@ -271,7 +279,7 @@ def run_population(args: Population):
     if not rows:
         shutil.rmtree(args.folder, ignore_errors=True)  # of a first round that did not end
     rng = np.random.default_rng(args.seed)
-    first = {name: getattr(defaults, name) for name in EVOLVED if hasattr(defaults, name)}
+    first = evolved(defaults)
     values = args.spread ** rng.uniform(-1, 1, (N, len(first))) * list(first.values())
     following = [(k, dict(zip(first, row.tolist(), strict=True))) for k, row in enumerate(values)]
     for number in range(args.rounds):

@@ -1,6 +1,7 @@
 """Ray: a suite's results are those of run.py, and a population goes on from its parents' checkpoints."""
 
 import csv
+import importlib
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import tyro
 from conftest import scalars
 from filelock import FileLock
 
@@ -58,6 +60,21 @@ def test_evolve_multiplies_a_third_of_the_values_by_its_factor():
     for factor, share in ((1.2, 0.165), (1 / 1.2, 0.165), (1.0, 0.67)):
         assert np.isclose(factors, factor).mean() == pytest.approx(share, abs=0.02)
     assert set(others) == set(range(1, 20))  # a random other one, never itself
+
+
+@pytest.mark.parametrize(
+    "script, flags, names",
+    [
+        ("ppo", "", "learning_rate ent_coef"),
+        ("impala_vtrace", "", "learning_rate ent_coef"),
+        ("impala_vtrace", "--optimizer rmsprop", "learning_rate ent_coef rmsprop_eps"),
+        ("ngu_r2d2", "", "learning_rate"),
+    ],
+)
+def test_only_flags_that_are_read_evolve(script, flags, names):
+    """Adam reads no rmsprop_eps; a member that differs in it alone would be the same run."""
+    defaults = tyro.cli(importlib.import_module(script).Args, args=flags.split())
+    assert on_ray.evolved(defaults) == {name: getattr(defaults, name) for name in names.split()}
 
 
 def test_evolve_repeats():
