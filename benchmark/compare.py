@@ -52,6 +52,7 @@ what its band is. build: the commit of the script. `benchmark/METHODS.md` says m
 LEAST_SEEDS = 5  # for an interquartile mean
 HERE = "CleanRL, run here"
 GROUPS = HERE, "CleanRL, published", "all published"
+CLEANRL_BY = "CleanRL", "the blog"  # the blog's runs are of CleanRL's authors and scripts
 HEAD = ["script", "task", "steps", "seeds", "mean ± std", "IQM", "others"]
 HEAD += [f"by {group}" for group in GROUPS] + ["build"]
 HELP = tyro.conf.arg(help=f"of {', '.join(SUITES)}")
@@ -263,7 +264,8 @@ def ratios(row: Row, result: Result) -> dict[str, Ratio | None]:
     targets = tuple(x for x in row.targets if x.mean is not None or not has_scores)
     theirs = published_beside(replace(row, targets=targets), result)
     theirs = [x for x in theirs if x.deviation is not None]
-    if same := [x for x in theirs if (x.by, x.env_id) == ("CleanRL", row.task)]:
+    names = CLEANRL_BY if row.is_comparable else CLEANRL_BY[:1]
+    if same := [x for x in theirs if x.by in names and x.env_id == row.task]:
         groups["CleanRL, published"] = same[0], result.reached
     if theirs:
         groups["all published"] = pool(theirs), result.reached
@@ -326,7 +328,9 @@ def cell_of(theirs: Runs, row: Row) -> str:
     about = f"{theirs.by}{version_of(theirs.env_id, row)}, {theirs.runs} run{'s' * (theirs.runs > 1)}"
     spread = ""
     if theirs.spread is not None:
-        spread = f" ± {number(theirs.spread)}{'' if theirs.is_std else '?'}"
+        was_run_here = theirs.by.startswith(HERE)  # else it stays as it was published
+        spread = f" ± {number(theirs.deviation if was_run_here else theirs.spread)}"
+        spread += "" if theirs.is_std else "?"
     return f"{number(theirs.mean)}{spread} ({about})"
 
 
@@ -389,9 +393,12 @@ def flags_line(rows: list[Row]) -> str:
 
 
 def mean_and_runs(x: Runs, row: Row, is_published: bool = False) -> str:
-    """A cell of the summary. A standard deviation that was published stays as it was published."""
+    """A cell of the summary. A standard deviation that was published stays as it was published.
+
+    A question mark: the source does not say what its band is. It is read as a standard error.
+    """
     spread = x.spread if is_published and x.is_std else x.deviation
-    deviation = "" if spread is None else f" ± {number(spread)}"
+    deviation = "" if spread is None else f" ± {number(spread)}{'' if x.is_std else '?'}"
     return f"{number(x.mean)}{deviation} ({x.runs}{version_of(x.env_id, row)})"
 
 
@@ -412,7 +419,7 @@ def summary(results: dict[str, list[tuple[Row, Result | None]]]) -> str:
         cells.append(mean_and_runs(ours, row) if result else "not run")
         beside = run_beside(row, result)
         cells.append(mean_and_runs(beside[0], row) if beside else "not run")
-        for names in (("CleanRL", "the blog"), ("openai/baselines", "openai/baselines 2018")):
+        for names in (CLEANRL_BY, ("openai/baselines", "openai/baselines 2018")):
             found = [x for x in published_beside(row, result) if x.by in names]
             found = [x for x in found if x.env_id == row.task] or found
             cells.append(mean_and_runs(found[0], row, is_published=True) if found else "")

@@ -903,7 +903,12 @@ def test_numbers_that_stand_in_no_table():
     first = [found("mujoco", "HalfCheetah-v4").at(3000), clipped.at(3000), unclipped.at(3000)]
     cheetah, reacher, charged = (f"−{-x.mean():.0f}" for x in first)
     assert f"our first 3,000 steps have {cheetah} and {reacher}." in page
-    assert f"begins at {charged} and ends at {compare.number(unclipped.at(1e6).mean())}" in page
+    assert f"ends at {compare.number(unclipped.at(1e6).mean())} (theirs " in page
+    assert f"but begins at {charged}, lower than theirs" in page
+    (theirs,) = (x for x in compare.published_beside(clipped.row, clipped) if "2018" in x.by)
+    idle = compare.random_returns()["Reacher-v4 without actions"]
+    by_idle = compare.ratio(compare.runs_of("", "", clipped.at(1e6)), theirs, idle)
+    assert f"which has {compare.signed(idle)}, its ratio is {compare.said(by_idle)}." in page
     begin = [compare.curves()["ppo2", f"{task}-v2"][0, 1] for task in ("HalfCheetah", "Reacher")]
     assert "they begin at −{:.0f} on HalfCheetah and at −{:.0f} on Reacher".format(*np.abs(begin)) in page
     page = " ".join(compare.TABLES.read_text(encoding="utf-8").split())
@@ -1125,6 +1130,22 @@ def test_disco_counts_the_cells_of_agents_and_walks(monkeypatch):
     assert 1 <= float(agent["cells_mean"]) <= float(agent["length_mean"]) + 1
     assert float(careful["length_mean"]) == 500 and float(careful["cells_mean"]) > 10
     assert float(uniform["length_mean"]) < 5 and float(uniform["cells_mean"]) < 5
+
+
+def test_engines_of_the_page():
+    """On MuJoCo 4.0 the tasks that METHODS.md names are those of 2.3.7 to rounding, the others are not."""
+    sums = {}
+    for row in read_csv(RESULTS / "controls/mujoco_versions.csv"):
+        step = sums.setdefault(row["task"], {}).setdefault(row["step"], {})
+        step[row["mujoco"]] = np.array([float(row["sum"]), float(row["largest"])])
+    apart = {
+        (task, version): max(abs(step[version] - step["2.3.7"]).max() for step in steps.values())
+        for task, steps in sums.items()
+        for version in ("3.4.0", "4.0.0")
+    }
+    others = {task for (task, version), x in apart.items() if version == "4.0.0" and x > 1e-8}
+    assert others == {"Hopper-v4", "Humanoid-v4", "Ant-v4"} and len(sums) == 9
+    assert apart["Hopper-v4", "3.4.0"] < 1e-12 and apart["Hopper-v4", "4.0.0"] > 1e-2
 
 
 def test_controls_of_the_page():
