@@ -6,6 +6,7 @@
 #     bash benchmark/gpu.sh eager speed         # only these parts
 set -euo pipefail
 cd "$(dirname "$0")/.."
+command -v nvidia-smi > /dev/null || { echo "gpu.sh: error: there is no nvidia-smi, so no GPU" >&2; exit 2; }
 tests="eager compiled graphs inductor processes sanitizer syncs"
 parts=${*:-$tests speed modes atari-modes decoupled breakout atari}
 for_nine_minutes="timeout --signal=INT 540"

@@ -1,7 +1,7 @@
 """Runs by Ray (pip install ray): the suites of run.py on a cluster, and population-based training.
 
-    python benchmark/on_ray.py classic --seeds 1..3                  # what run.py does, as Ray tasks
-    python benchmark/on_ray.py classic --ray-address auto            # the same on this machine's cluster
+    python benchmark/on_ray.py classic --seeds 1..3 --results mine    # what run.py does, as Ray tasks
+    python benchmark/on_ray.py classic --results mine --ray-address auto    # on this machine's cluster
     python benchmark/on_ray.py pbt --script ppo --env-id CartPole-v1 --population 4 --rounds 20
 
 Stop it when you like: the same command goes on. On a cluster, every node has this repository and its packages

@@ -486,6 +486,11 @@ def main():
     groups, notes = read_all(args.folders, args.metric)
     for note in notes:
         print(f"report.py: {note}", file=sys.stderr)
+    tags = {
+        tag for labels in groups.values() for runs in labels.values() for run in runs for tag in run.scalars
+    }
+    if args.metric not in tags:
+        fail(f"--metric {args.metric}: no run has it; there are {', '.join(sorted(tags))}")
     drawn, files = {}, {}
     for env_id, labels in groups.items():
         panels = panels_of(labels, args.metric, args.band)

@@ -445,6 +445,10 @@ def main():
     args = tyro.cli(Args, description=__doc__)
     args.results = args.results.resolve()
     runs = possible([Run(args, row, seed) for row, seed in planned(args)])
+    try:
+        (args.results / args.suite).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--results: {error}")
     stopping = threading.Event()
 
     def progress() -> int:

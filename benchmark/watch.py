@@ -232,6 +232,8 @@ def main():
         fail("stall_seconds must be from 0 to 2**22 - 1")
     if not args.run.is_dir():
         fail(f"there is no folder {args.run}")
+    if not any((args.run / name).exists() for name in ("checkpoint.pt", "lock")):  # of a training
+        fail(f"{args.run} is no run folder, such as runs/NAME")
     path, seen, finished = args.run / "checkpoint.pt", None, False
     watcher = Watcher(args)
     if not args.once and not path.exists():

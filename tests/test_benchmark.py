@@ -382,6 +382,13 @@ def test_mistakes_of_run(flags, message):
     assert done.stderr.count("\n") == 1 and not Path("results").exists()
 
 
+def test_results_where_there_can_be_no_folder():
+    Path("file").touch()
+    done = in_this_process(command("--seeds", "1", "--results", "file"))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("run.py: error: --results: ") and os.listdir() == ["file"]
+
+
 def test_a_wrong_flag_of_a_script_ends_the_runner():
     done = run_it("--seeds", "1..9", "--flags=--learning-rate nonsense", code=2)
     assert "CartPole-v1__ppo__learning-rate=nonsense__1 ended with 2" in done.stderr

@@ -422,6 +422,16 @@ def test_mistakes(flags, message, monkeypatch, capsys):
     )
 
 
+def test_a_metric_that_no_run_has(runs, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        report_on(monkeypatch, runs, "--metric", "charts/episodic_retur")
+    *_, error = capsys.readouterr().err.splitlines()
+    assert error.startswith(
+        "report.py: error: --metric charts/episodic_retur: no run has it; there are charts/"
+    )
+    assert RETURN in error and not Path("report.html").exists()
+
+
 @pytest.fixture(params=["pipe", "link to a pipe", "link as /dev/stdout"])
 def special(request):
     """What must not be replaced; /dev itself is no place for a test that may fail."""

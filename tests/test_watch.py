@@ -59,6 +59,7 @@ def run(monkeypatch):
     monkeypatch.delitem(sys.modules, "scored", raising=False)
     run = Path("runs/NAME")
     run.mkdir(parents=True)
+    (run / "lock").touch()  # a training has it before its first checkpoint
     return run
 
 
@@ -238,7 +239,7 @@ def test_signals_end_it_at_once(run):
     for watcher, signum in zip(watchers, (signal.SIGINT, signal.SIGTERM), strict=True):
         watcher.send_signal(signum)
         assert watcher.communicate(timeout=600) == ("", "") and watcher.returncode == 128 + signum
-    assert sorted(os.listdir(run)) == ["checkpoint.pt", "eval"]
+    assert sorted(os.listdir(run)) == ["checkpoint.pt", "eval", "lock"]
 
 
 def test_a_hanging_evaluation_is_shown_and_ends_it(run):
@@ -298,6 +299,8 @@ def test_mistakes(run, monkeypatch, capsys):
         assert_one_line_error(once(*flags, monkeypatch=monkeypatch), capsys, words)
 
     mistake("there is no folder nowhere", "nowhere")
+    mistake("runs is no run folder, such as runs/NAME", "runs")
+    assert os.listdir("runs") == ["NAME"]
     mistake("there is no runs/NAME/checkpoint.pt yet", run)
     mistake("must be above 0", run, "--episodes", 0)
     mistake("must be above 0", run, "--poll", 0)
