@@ -610,7 +610,7 @@ def start_logging(args: Args, run_dir: Path, first_step: int) -> SummaryWriter:
                 group=f"{args.env_id}__{SCRIPT}", tags=[SCRIPT, args.env_id[:64]],
                 settings=dict(init_timeout=10, reinit="finish_previous"),  # seconds; a run for each train()
             )  # fmt: skip
-        except wandb.Error as error:
+        except (wandb.Error, ValueError) as error:  # ValueError: a wrong WANDB_... in the environment
             fail(f"--track: {error}")
     writer = SummaryWriter(run_dir, purge_step=first_step + 1)  # hides what was logged but not saved
     atexit.register(writer.close)  # writes the last logs after an exception, too
@@ -631,9 +631,9 @@ def save_checkpoint(run_dir: Path, args: Args, parts: dict, numbers: dict):
 def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Iterable[str] = ()) -> dict:
     """Reads what save_checkpoint() saved, with Args. Parts take on their state. Numbers must be there."""
     path = Path(run_dir) / "checkpoint.pt"
-    if not path.exists():
-        fail(f"there is no {path}")
     try:
+        if not path.exists():
+            fail(f"there is no {path}")
         if damaged := ZipFile(path).testzip():  # torch.load compares no checksums
             raise ValueError(f"{damaged} is damaged")
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -711,7 +711,8 @@ def is_json_object(text: str) -> bool:
 
 def fail_to_make(env_id: str, error: Exception) -> NoReturn:
     """Reports an environment that there is not, or not with these arguments."""
-    if isinstance(error, TypeError) and not re.search("unexpected keyword|multiple values", str(error)):
+    wrong_arguments = "unexpected keyword|multiple values|takes no arguments"
+    if isinstance(error, TypeError) and not re.search(wrong_arguments, str(error)):
         raise error  # the environment's own mistake
     is_atari = env_id.startswith("ALE/") or "NoFrameskip" in env_id
     imports_ale = "ale_py" in globals()  # as scripts for Atari games do
@@ -754,6 +755,11 @@ def parse_args(argv: Sequence[str] | None = None) -> Args:
     wandb = find_spec("wandb")  # it finds the folder wandb, in which W&B keeps its runs, too
     if args.track and not args.evaluate and (wandb is None or wandb.origin is None):
         fail("--track: pip install wandb")
+    if args.capture_video:
+        try:
+            (Path(args.evaluate) / "videos").mkdir(exist_ok=True)
+        except OSError as error:
+            fail(f"--capture-video: {error}")
     return args
 
 

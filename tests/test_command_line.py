@@ -97,6 +97,13 @@ for suffix, kwargs in (("", {}), ("Box", dict(actions="box"))):
     gym.register(f"Room{suffix}-v0", Room, kwargs=kwargs, disable_env_checker=True)
 
 
+class Bare(gym.Env):
+    """It takes no arguments."""
+
+
+gym.register("Bare-v0", Bare, disable_env_checker=True)
+
+
 def room(script) -> str:
     return "RoomBox-v0" if script in (ppo_continuous, ppo_multidiscrete) else "Room-v0"
 
@@ -129,6 +136,8 @@ def test_arguments_that_an_environment_does_not_take(script, monkeypatch, capsys
         ):
             words = mistake(script, "--env-id", room(script), "--env-kwargs", text, **flags)
             assert error in words
+        words = mistake(script, "--env-id", "Bare-v0", "--env-kwargs", '{"size": 4}', **flags)
+        assert "Bare() takes no arguments" in words
         with pytest.raises(TypeError, match="object of type 'int' has no len"):  # a mistake of its own
             command(
                 script,

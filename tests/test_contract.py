@@ -799,6 +799,24 @@ def test_atari_evaluation_plays_whole_games(monkeypatch):
     assert not made[0]["full_action_space"]
 
 
+def test_video_where_no_folder_can_be(script, monkeypatch, capsys):
+    run_dir = script.train(small_args(script, env_id=QUICK[script]))
+    (run_dir / "videos").touch()
+    capsys.readouterr()
+    code = cli(script, "--evaluate", run_dir, "--capture-video", monkeypatch=monkeypatch)
+    assert_one_line_error(code, capsys, "--capture-video: .*File exists")
+
+
+def test_run_that_may_not_be_read(script, monkeypatch, capsys):
+    def stat(path, **_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", stat)  # as in a folder of someone else
+    for flag in ("--resume", "--evaluate"):
+        code = cli(script, flag, "runs/NAME", monkeypatch=monkeypatch)
+        assert_one_line_error(code, capsys, "runs/NAME/checkpoint.pt cannot be loaded .*Permission denied")
+
+
 PLAY_ATARI = [ppo_atari, ppo_lstm, impala_vtrace, ppo_async, ngu_r2d2]
 
 
@@ -840,6 +858,18 @@ def test_tracking_offline_and_resumed_as_the_same_run():
     files = list(Path("wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2 and {f.stem for f in files} == {f"run-{run_dir.name}"}, ids
     assert steps_of(run_dir) == [512, 1024, 1536, 2048]
+
+
+def test_track_with_a_mode_that_wandb_does_not_know(script, monkeypatch, capsys):
+    """Its settings are checked by pydantic, whose error is a ValueError of several lines."""
+
+    def init(**_):
+        raise ValueError("1 validation error for Settings\nmode\n  Input should be 'online' or 'offline'")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=OSError))
+    with pytest.raises(SystemExit, match="2"):
+        script.train(small_args(script, env_id=QUICK[script], track=True))
+    assert_one_line_error(2, capsys, "--track: 1 validation error for Settings mode")
 
 
 def test_track_without_wandb(script, monkeypatch, capsys):
