@@ -892,8 +892,25 @@ def test_tables_of_the_pages_are_those_of_the_csvs():
     summary = f"<!-- summary -->\n{compare.summary(loaded)}\n<!-- end of summary -->"
     for path in compare.SUMMARY:
         assert summary in path.read_text(encoding="utf-8")
-    (middle,) = re.findall(r"by CleanRL, published, 6 tasks together: \*\*([\d.]+) ", summary)
-    assert f"have a joint ratio of {middle}." in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_joint_ratios_in_sentences():
+    """Those of the README, and in METHODS.md those of the tasks that are the same on both engines."""
+    readme, methods = (
+        " ".join(path.read_text(encoding="utf-8").split()) for path in (ROOT / "README.md", compare.METHODS)
+    )
+    loaded = load_all()["mujoco"]
+    lines = "\n".join(compare.joint_lines(loaded))
+    said = (
+        ("CleanRL, published, 6", "The six tasks that CleanRL published have a joint ratio of"),
+        ("all published, 8", "the eight MuJoCo tasks together have a joint ratio of"),
+    )
+    for group, words in said:
+        (middle,) = re.findall(rf"by {group} tasks together: \*\*([\d.]+) ", lines)
+        assert f"{words} {middle}." in readme
+    others = [x for x in loaded if x[0].task not in ("Hopper-v4", "Humanoid-v4")]
+    by_cleanrl, by_all = re.findall(r"\*\*(.*?)\*\*", "\n".join(compare.joint_lines(others)))
+    assert f"by CleanRL, published, is {by_cleanrl}, and by all published {by_all}." in methods
 
 
 def found(suite, task, label="", script=None):
