@@ -523,12 +523,22 @@ def test_cleanrl_run_here_stands_beside_ours(monkeypatch):
     random, ours = compare.random_returns()["CartPole-v1"], result(TEN, row=row)
     mean = (50.5 + 400.5) / 2  # of the last 100 episodes
     assert cells(ours)[compare.HERE].startswith(f"{(490 - random) / (mean - random):.2f} [")
-    assert compare.line_of(row, ours, {})[6].startswith("225.5 ± 0.50 (CleanRL, run here, 2 runs)")
+    assert compare.line_of(row, ours, {})[6].startswith("225.5 ± 0.71 (CleanRL, run here, 2 runs)")
     cut = result(TEN, steps=200_000, row=row)
     assert cells(cut)[compare.HERE].startswith(f"{(490 - random) / (50.5 - random):.2f} [")
     assert "(CleanRL, run here, at 0.2M, 2 runs)" in compare.line_of(row, cut, {})[6]
     other = replace(row, flags="--num-envs 8")
     assert cells(result(TEN, row=other))[compare.HERE] == ""
+
+
+def test_cut_atari_rows_stand_beside_the_curve_of_the_blog():
+    """The summary's ratio is to the cell beside it; rows of other scripts have no group of CleanRL's."""
+    ours = found("atari", "BreakoutNoFrameskip-v4")
+    (blog,) = (x for x in compare.published_beside(ours.row, ours) if x.by == "the blog")
+    way = ours.at(ours.reached).mean() - 1.7, blog.mean - 1.7  # random actions have 1.7
+    assert np.isclose(compare.first_ratio(ours.row, ours).interval[0], way[0] / way[1])
+    masked = found("microrts", "MicrortsMining-v1", "masked")
+    assert "CleanRL, published" not in compare.ratios(masked.row, masked)
 
 
 def load_all():
