@@ -42,6 +42,7 @@ CONTROLS = {  # what is changed, by folder of controls/
     "mujoco_3_4": "MuJoCo 3.4.0",
     "reward_scaling_2018": "the reward scaling of 2018",
     "first_build": "the build of 21 November 2026",
+    "first_build_again": "that build, run again on 27 November",
 }
 CHANGED = {"mujoco_11_bins": "actions in 11 bins", "mujoco_v5": "version 5 of the task"}  # by suite
 RANDOM = RESULTS / "random_policy.csv"

@@ -1192,11 +1192,29 @@ def test_controls_of_the_page():
             line = f"| {change} | {run['env_id'].rpartition('-')[0]} | "
             episodes = [(int(row["step"]), float(row["return"])) for row in read_csv(csv_path(folder, name))]
             runs.setdefault(line, []).append(episodes)
-    assert len({line.split("|")[1] for line in runs}) == 4  # a folder without runs has no line
+    assert len({line.split("|")[1] for line in runs}) == 5  # a folder without runs has no line
     for line, seeds in runs.items():
         last = min(episodes[-1][0] for episodes in seeds)
         scores = [np.mean([x for step, x in episodes if step <= last][-100:]) for episodes in seeds]
         mean, std = compare.number(np.mean(scores)), compare.number(np.std(scores, ddof=1))
         assert f"{line}{mean} ± {std} ({len(scores)}) | " in page
+    plain, ratios = load_all()["mujoco"], []
+    for row, result in plain:
+        if first := compare.load("mujoco", row, compare.Args(results=RESULTS / "controls/first_build")):
+            both = (compare.runs_of("", "", x.at(x.reached)) for x in (first, result))
+            ratios.append(compare.ratio(*both, compare.random_returns()[row.task]))
+    better = sum(x.log > 0 for x in ratios)
+    said = f"{'zero one two three four five six seven'.split()[better]} of seven tasks, by a joint ratio of "
+    assert len(ratios) == 7 and said + compare.said(compare.joint(ratios)) in " ".join(page.split())
+    swimmer = next(row for row, _ in plain if row.task == "Swimmer-v4")
+    folders = ("first_build", "first_build_again")
+    before, again = (
+        compare.load("mujoco", swimmer, compare.Args(results=RESULTS / f"controls/{x}")) for x in folders
+    )
+    assert (
+        (before.at(1e6) > 100).all()
+        and (again.at(1e6)[:3] > 100).sum() == 1
+        and [*again.seeds][:3] == [1, 2, 3]
+    )
     table = compare.controls(load_all())
     assert f"<!-- controls -->\n{table}\n<!-- end of controls -->" in page
