@@ -389,6 +389,13 @@ def test_results_where_there_can_be_no_folder():
     assert done.stderr.startswith("run.py: error: --results: ") and os.listdir() == ["file"]
 
 
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there is a GPU here")
+def test_gpu_sh_without_a_gpu():
+    done = subprocess.run(["bash", ROOT / "benchmark/gpu.sh"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "gpu.sh: error: there is no nvidia-smi, so no GPU\n"
+
+
 def test_a_wrong_flag_of_a_script_ends_the_runner():
     done = run_it("--seeds", "1..9", "--flags=--learning-rate nonsense", code=2)
     assert "CartPole-v1__ppo__learning-rate=nonsense__1 ended with 2" in done.stderr
@@ -918,6 +925,13 @@ def test_joint_ratios_in_sentences():
     for group, words in said:
         (middle,) = re.findall(rf"by {group} tasks together: \*\*([\d.]+) ", lines)
         assert f"{words} {middle}." in readme
+    results = " ".join((ROOT / "benchmark/RESULTS.md").read_text(encoding="utf-8").split())
+    pooled = float(re.findall(r"by all published, 8 tasks together: \*\*([\d.]+) ", lines)[0])
+    assert f"ours are {100 * (1 - pooled):.0f} % lower on the eight tasks together" in results
+    swimmer, theirs = found("mujoco", "Swimmer-v4"), compare.run_here("ppo_continuous", "Swimmer-v4")
+    assert "half of our seeds end below 65, as CleanRL's one run here" in results
+    assert (swimmer.at(1e6) < 65).sum() == 5 and len(swimmer.seeds) == 10
+    assert len(theirs.seeds) == 1 and theirs.at(1e6)[0] < 65
     others = [x for x in loaded if x[0].task not in ("Hopper-v4", "Humanoid-v4")]
     by_cleanrl, by_all = re.findall(r"\*\*(.*?)\*\*", "\n".join(compare.joint_lines(others)))
     assert f"by CleanRL, published, is {by_cleanrl}, and by all published {by_all}." in methods
