@@ -1009,10 +1009,39 @@ def test_screen_of_impalas_defaults():
     assert len(expected) == 12 and sorted(scores) == sorted(expected)
 
 
+def test_what_impalas_defaults_reach():
+    """The table of docs/impala.md has each run on Atari, as the mean of the last 100 games until a step."""
+    lines, millions = [], (1, 2, 3, 5, 10)
+    for name, run in sorted(read_table(RESULTS / "impala/runs.csv").items()):
+        if "NoFrameskip" in run["env_id"]:
+            episodes = read_csv(csv_path(RESULTS / "impala", name))
+            cells = [
+                f"{np.mean([float(x['return']) for x in episodes if int(x['step']) <= k * 1e6][-100:]):.1f}"
+                if int(run["steps"]) >= k * 1e6
+                else ""
+                for k in millions
+            ]
+            lines.append(f"| {run['env_id'].partition('No')[0]} | {run['seed']} | {' | '.join(cells)} |")
+    page = (ROOT / "docs/impala.md").read_text(encoding="utf-8")
+    shown = page.partition("<!-- reached -->")[2].partition("<!-- end of reached -->")[0].strip().splitlines()
+    assert shown[0] == f"| game | seed | {' | '.join(f'at {k}M' for k in millions)} |"
+    assert shown[2:] == [line.replace("-", "−") for line in lines]
+    breakout, pong = (line.split(" | ")[-1].strip("| ") for line in shown[2:4])
+    readme, results = (
+        (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "benchmark/RESULTS.md")
+    )
+    assert f"1 seed: Pong {pong}, Breakout {breakout}." in readme
+    row, result = next(pair for pair in load_all()["impala"] if pair[0].task.startswith("Breakout"))
+    others = [x.mean for x in compare.published_beside(row, result)]
+    said = f"where RLlib's runs with 32 workers have {min(others):.0f} to {max(others):.0f}."
+    said = f"{pong} on Pong and {breakout} on Breakout, {said}"
+    assert said in " ".join(results.split())
+
+
 def test_hours_to_a_score():
     """The table of docs/atari.md has what the CSVs say, for every score that a run has reached."""
     page, said = (ROOT / "docs/atari.md").read_text(encoding="utf-8"), 0
-    for script, suite in (("ppo_atari", "atari"), ("ppo_lstm", "atari_lstm")):
+    for script, suite in (("ppo_atari", "atari"), ("ppo_lstm", "atari_lstm"), ("impala_vtrace", "impala")):
         table = read_table(RESULTS / suite / "runs.csv")
         for game, scores in (("Breakout", (50, 200, 300)), ("Pong", (0, 15, 18))):
             name = f"{game}NoFrameskip-v4__{script}__1"
@@ -1027,7 +1056,8 @@ def test_hours_to_a_score():
                     cells = f"{step[k] / 1e6:.2f}M | {seconds[k] / 3600:.1f} | {table[name]['threads']}"
                     assert f"| `{script}` | {game} | {score} | {cells} |" in page
                     said += 1
-    assert said == page.partition("<!-- hours -->")[2].count("| `ppo_")
+    shown = page.partition("<!-- hours -->")[2].partition("<!-- end of hours -->")[0]
+    assert said == shown.count("| `")
 
 
 def test_writing_one_table_leaves_the_others(monkeypatch):
