@@ -1027,15 +1027,67 @@ def test_what_impalas_defaults_reach():
     assert shown[0] == f"| game | seed | {' | '.join(f'at {k}M' for k in millions)} |"
     assert shown[2:] == [line.replace("-", "−") for line in lines]
     breakout, pong = (line.split(" | ")[-1].strip("| ") for line in shown[2:4])
-    readme, results = (
+    pages = " ".join(
         (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "benchmark/RESULTS.md")
     )
-    assert f"1 seed: Pong {pong}, Breakout {breakout}." in readme
-    row, result = next(pair for pair in load_all()["impala"] if pair[0].task.startswith("Breakout"))
-    others = [x.mean for x in compare.published_beside(row, result)]
-    said = f"where RLlib's runs with 32 workers have {min(others):.0f} to {max(others):.0f}."
-    said = f"{pong} on Pong and {breakout} on Breakout, {said}"
-    assert said in " ".join(results.split())
+    pages = " ".join(pages.split())
+    assert f"1 seed: Pong {pong}, Breakout {breakout}." in pages
+    rllib = {row.task.partition("No")[0]: row.targets for row in SUITES["impala"]}
+
+    def theirs(game, step):
+        means = [compare.published(target, step, is_end=False).mean for target in rllib[game]]
+        return " to ".join(f"{x:.{int(game == 'Pong')}f}" for x in sorted({min(means), max(means)}))
+
+    theirs_at_the_end = (
+        f"where RLlib's runs with 32 workers have {theirs('Breakout', 10e6)}, and rise sooner."
+    )
+    assert f"{pong} on Pong and {breakout} on Breakout, {theirs_at_the_end}" in pages
+    page = " ".join(page.split()).replace("−", "-")
+    three, five, end = (theirs("Breakout", k * 1e6) for k in (3, 5, 10))
+    assert f"rise sooner on Breakout, to {three} at 3M and {five} at 5M, and end at {end}. " in page
+    three, five, end = (theirs("Pong", k * 1e6) for k in (3, 5, 6))
+    assert f"has {three} at 3M and {five} at 5M, and ends there, at {end} after 6M" in page
+
+
+def test_sentences_on_impalas_runs():
+    """In docs/impala.md and docs/atari.md: evaluations, sizes, memory, rates, and which setting was ahead."""
+    impala, atari = (
+        " ".join((ROOT / f"docs/{name}.md").read_text(encoding="utf-8").split()).replace("−", "-")
+        for name in ("impala", "atari")
+    )
+    breakout, pong = read_csv(RESULTS / "evaluated.csv")
+    said = ("{0:.1f} ± {1:.1f}", "{0:.1f} ± {1:.2f}")
+    said = [x.format(float(y["mean"]), float(y["std"])) for x, y in zip(said, (breakout, pong), strict=True)]
+    said = f"`--evaluate` of the last checkpoints gives {said[0]} on Breakout and {said[1]} on Pong"
+    assert f"Over {pong['games']} games, {said}" in impala
+    assert f"have {pong['events_mb']} MB (Pong) and {breakout['events_mb']} MB (Breakout)" in atari
+    assert (
+        f"optimizer, {pong['checkpoint_mb']} MB (" in atari
+        and pong["checkpoint_mb"] == breakout["checkpoint_mb"]
+    )
+    rows = read_csv(RESULTS / "speed/long_runs.csv")
+    rates = {x["env_id"][0]: [] for x in rows}
+    for x in rows:
+        rates[x["env_id"][0]].append(int(x["steps_per_s"]))
+    assert f"fell from {rates['P'][0]:,} to {min(rates['P']):,} steps/s on Pong" in atari
+    first, last = rates["B"][0], rates["B"][-1]
+    assert f"from {first:,} by {min(rates['B']):,} to {last:,} on Breakout" in atari
+    assert f"they made {min(rates['B']):,} to {max(rates['P']):,} steps/s, at" in atari
+    memory = [float(x[key]) for x in rows for key in ("resident_mb_min", "resident_mb_max")]
+    assert f"kept {min(memory):.0f} to {max(memory):.0f} MB of memory" in atari
+    waits = [sorted(float(x[key]) for x in rows) for key in ("learner_wait", "actor_wait")]
+    said = [f"{x[0]:.2f} to {x[-1]:.2f}" for x in waits]
+    assert f"`charts/learner_wait` {said[0]} and `charts/actor_wait` {said[1]} (" in impala
+
+    def at(path, step):
+        return np.mean([float(x["return"]) for x in read_csv(path) if int(x["step"]) <= step * 1e6][-100:])
+
+    (rmsprop,) = (RESULTS / "impala_screen").glob("Pong*num-steps=10__*learning-rate=1.5e-3__1.csv.gz")
+    (adam,) = (RESULTS / "impala_screen").glob("Pong*num-steps=20__batch-unrolls=4__optimizer=adam__1.csv.gz")
+    ahead = [at(rmsprop, k) > at(adam, k) for k in (1, 1.5, 2, 2.4, 2.8, 2.9, 3)]
+    assert ahead == [True] * 5 + [False] * 2 and "Until 2.8M, RMSProp at 1.5e-3 with T = 10 was" in impala
+    again = at(RESULTS / "impala/PongNoFrameskip-v4__impala_vtrace__1.csv.gz", 3)
+    assert f"have {again:.1f} at 3M, less than RMSProp's {at(rmsprop, 3):.1f}, so" in impala
 
 
 def test_hours_to_a_score():
