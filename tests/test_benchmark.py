@@ -1278,6 +1278,36 @@ def test_engines_of_the_page():
     assert apart["Hopper-v4", "3.4.0"] < 1e-12 and apart["Hopper-v4", "4.0.0"] > 1e-2
 
 
+def test_tasks_that_version_5_left_as_they_were():
+    """METHODS.md names those whose runs are equal, episode for episode, and no other is."""
+    runs, same = read_table(RESULTS / "mujoco_v5/runs.csv"), {}
+    for name, run in runs.items():
+        old, new = (
+            [(row["step"], float(row["return"])) for row in read_csv(csv_path(folder, x))]
+            for folder, x in ((RESULTS / "mujoco", name.replace("-v5", "-v4")), (RESULTS / "mujoco_v5", name))
+        )
+        same.setdefault(run["env_id"].removesuffix("-v5"), []).append(old == new)
+    assert len(runs) == 40 and {task for task, equal in same.items() if any(equal)} == {
+        "HalfCheetah",
+        "Swimmer",
+    }
+    assert all(same["HalfCheetah"]) and all(same["Swimmer"])
+    plain = {row.task: result for row, result in load_all()["mujoco"] if not row.flags}
+    for row, result in load_all()["mujoco_v5"]:
+        ours = plain[row.task.replace("-v5", "-v4")]
+        mean = result.at(result.reached).mean()
+        assert abs(mean - ours.at(ours.reached).mean()) < ours.at(ours.reached).std(ddof=1), row.task
+    said = "On version 5 of each of the eight tasks, whose rewards are partly others, five seeds have a mean"
+    assert f"{said} within one deviation of that on version 4" in " ".join(
+        (ROOT / "benchmark/RESULTS.md").read_text(encoding="utf-8").split()
+    )
+    page = " ".join(compare.METHODS.read_text(encoding="utf-8").split())
+    assert (
+        "HalfCheetah and Swimmer are the same tasks in both: five seeds are equal, episode for episode."
+        in page
+    )
+
+
 def test_controls_of_the_page():
     """METHODS.md has mean, deviation and number of the runs of each control, at the last step of all."""
     page, runs = compare.METHODS.read_text(encoding="utf-8"), {}
@@ -1288,7 +1318,7 @@ def test_controls_of_the_page():
             line = f"| {change} | {run['env_id'].rpartition('-')[0]} | "
             episodes = [(int(row["step"]), float(row["return"])) for row in read_csv(csv_path(folder, name))]
             runs.setdefault(line, []).append(episodes)
-    assert len({line.split("|")[1] for line in runs}) == 5  # a folder without runs has no line
+    assert len({line.split("|")[1] for line in runs}) == 6
     for line, seeds in runs.items():
         last = min(episodes[-1][0] for episodes in seeds)
         scores = [np.mean([x for step, x in episodes if step <= last][-100:]) for episodes in seeds]
