@@ -60,7 +60,9 @@ def shortened(command, clone):
         command = re.sub(pattern, shorter, command)
     name = re.search(r"(\w+)\.py", command)[1]
     if "runs/NAME" in command:
-        command = command.replace("runs/NAME", str(newest(clone, name if name in SCRIPTS else "ppo")))
+        command = command.replace(
+            "runs/NAME", str(newest(clone, name if name in SCRIPTS | OTHERS else "ppo"))
+        )
     if name in SCRIPTS | OTHERS and "--evaluate" not in command:
         module = (SCRIPTS | OTHERS)[name]
         if name in ("ppo_atari", "impala_vtrace"):  # which play many games, or large networks, for longer
