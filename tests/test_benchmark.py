@@ -1278,6 +1278,14 @@ def test_engines_of_the_page():
     assert apart["Hopper-v4", "3.4.0"] < 1e-12 and apart["Hopper-v4", "4.0.0"] > 1e-2
 
 
+def test_bins_beside_gaussians():
+    """docs/continuous.md has the ratio of each task that was run in 11 bins to the same with Gaussians."""
+    page = " ".join((ROOT / "docs/continuous.md").read_text(encoding="utf-8").split())
+    rows = [line.split(" | ") for line in compare.controls(load_all()).splitlines() if "in 11 bins" in line]
+    said = [f"{task} {ratio.rstrip(' |')}" for _, task, _, _, ratio in rows]
+    assert rows and f"their returns by those of Gaussians: {', '.join(said)}." in page
+
+
 def test_tasks_that_version_5_left_as_they_were():
     """METHODS.md names those whose runs are equal, episode for episode, and no other is."""
     runs, same = read_table(RESULTS / "mujoco_v5/runs.csv"), {}
