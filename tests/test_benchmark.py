@@ -1283,7 +1283,7 @@ def test_bins_beside_gaussians():
     page = " ".join((ROOT / "docs/continuous.md").read_text(encoding="utf-8").split())
     rows = [line.split(" | ") for line in compare.controls(load_all()).splitlines() if "in 11 bins" in line]
     said = [f"{task} {ratio.rstrip(' |')}" for _, task, _, _, ratio in rows]
-    assert rows and f"their returns by those of Gaussians: {', '.join(said)}." in page
+    assert rows and f"the returns of five seeds by those of ten with Gaussians: {', '.join(said)}." in page
 
 
 def test_tasks_that_version_5_left_as_they_were():
