@@ -1011,27 +1011,29 @@ def test_screen_of_impalas_defaults():
 
 def test_what_impalas_defaults_reach():
     """The table of docs/impala.md has each run on Atari, as the mean of the last 100 games until a step."""
-    lines, millions = [], (1, 2, 3, 5, 10)
-    for name, run in sorted(read_table(RESULTS / "impala/runs.csv").items()):
-        if "NoFrameskip" in run["env_id"]:
-            episodes = read_csv(csv_path(RESULTS / "impala", name))
-            cells = [
-                f"{np.mean([float(x['return']) for x in episodes if int(x['step']) <= k * 1e6][-100:]):.1f}"
-                if int(run["steps"]) >= k * 1e6
-                else ""
-                for k in millions
-            ]
-            lines.append(f"| {run['env_id'].partition('No')[0]} | {run['seed']} | {' | '.join(cells)} |")
+    lines, ends, millions = [], {}, (1, 2, 3, 5, 10)
+    for row in sorted(SUITES["impala"], key=lambda row: row.task):
+        result = compare.load("impala", row, compare.Args())
+        if result and "NoFrameskip" in row.task:
+            game, until = row.task.partition("No")[0], [min(k * 1e6, result.reached) for k in millions]
+            means = np.array([result.at(step) for step in until]).T
+            for seed, values in zip(result.seeds, means, strict=True):
+                cells = [
+                    f"{x:.1f}" if row.steps >= k * 1e6 else "" for x, k in zip(values, millions, strict=True)
+                ]
+                lines.append(f"| {game} | {seed} | {' | '.join(cells)} |")
+            ends[game] = means[:, -1]
     page = (ROOT / "docs/impala.md").read_text(encoding="utf-8")
     shown = page.partition("<!-- reached -->")[2].partition("<!-- end of reached -->")[0].strip().splitlines()
     assert shown[0] == f"| game | seed | {' | '.join(f'at {k}M' for k in millions)} |"
     assert shown[2:] == [line.replace("-", "−") for line in lines]
-    breakout, pong = (line.split(" | ")[-1].strip("| ") for line in shown[2:4])
     pages = " ".join(
         (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "benchmark/RESULTS.md")
     )
     pages = " ".join(pages.split())
-    assert f"1 seed: Pong {pong}, Breakout {breakout}." in pages
+    assert len(ends["Pong"]) == len(ends["Breakout"]) == 2
+    breakout, pong = (f"{ends[game].mean():.1f}" for game in ("Breakout", "Pong"))
+    assert f"2 seeds: Pong {pong}, Breakout {breakout}." in pages
     rllib = {row.task.partition("No")[0]: row.targets for row in SUITES["impala"]}
 
     def theirs(game, step):
@@ -1055,24 +1057,28 @@ def test_sentences_on_impalas_runs():
         " ".join((ROOT / f"docs/{name}.md").read_text(encoding="utf-8").split()).replace("−", "-")
         for name in ("impala", "atari")
     )
-    breakout, pong = read_csv(RESULTS / "evaluated.csv")
-    said = ("{0:.1f} ± {1:.1f}", "{0:.1f} ± {1:.2f}")
-    said = [x.format(float(y["mean"]), float(y["std"])) for x, y in zip(said, (breakout, pong), strict=True)]
-    said = f"`--evaluate` of the last checkpoints gives {said[0]} on Breakout and {said[1]} on Pong"
-    assert f"Over {pong['games']} games, {said}" in impala
-    assert f"have {pong['events_mb']} MB (Pong) and {breakout['events_mb']} MB (Breakout)" in atari
-    assert (
-        f"optimizer, {pong['checkpoint_mb']} MB (" in atari
-        and pong["checkpoint_mb"] == breakout["checkpoint_mb"]
-    )
+    evaluated = read_csv(RESULTS / "evaluated.csv")
+    games = {game: [x for x in evaluated if x["env_id"].startswith(game)] for game in ("Breakout", "Pong")}
+    said = {
+        game: " and ".join(f"{float(x['mean']):.1f} ± {float(x['std']):.{digits}f}" for x in games[game])
+        for game, digits in (("Breakout", 1), ("Pong", 2))
+    }
+    said = f"gives {said['Breakout']} on Breakout, {said['Pong']} on Pong"
+    assert [x["seed"] for game in games.values() for x in game] == ["1", "2"] * 2
+    assert f"Over {evaluated[0]['games']} games, `--evaluate` of the last checkpoints {said} (" in impala
+    assert {x["games"] for x in evaluated} == {evaluated[0]["games"]}
+    sizes = sorted(float(x["events_mb"]) for x in evaluated)
+    assert f"events have {sizes[0]} to {sizes[-1]} MB, and" in atari
+    (size,) = {x["checkpoint_mb"] for x in evaluated}
+    assert f"optimizer, {size} MB (" in atari
     rows = read_csv(RESULTS / "speed/long_runs.csv")
-    rates = {x["env_id"][0]: [] for x in rows}
-    for x in rows:
-        rates[x["env_id"][0]].append(int(x["steps_per_s"]))
-    assert f"fell from {rates['P'][0]:,} to {min(rates['P']):,} steps/s on Pong" in atari
-    first, last = rates["B"][0], rates["B"][-1]
-    assert f"from {first:,} by {min(rates['B']):,} to {last:,} on Breakout" in atari
-    assert f"they made {min(rates['B']):,} to {max(rates['P']):,} steps/s, at" in atari
+    rates = {
+        game: [int(x["steps_per_s"]) for x in rows if x["seed"] == "2" and x["env_id"].startswith(game)]
+        for game in games
+    }
+    for game, k in rates.items():
+        assert f"{k[0]:,} steps/s in the first ten minutes, {k[-1]:,} in the last on {game}" in atari
+        assert f"never below {min(k):,}" in atari
     memory = [float(x[key]) for x in rows for key in ("resident_mb_min", "resident_mb_max")]
     assert f"kept {min(memory):.0f} to {max(memory):.0f} MB of memory" in atari
     waits = [sorted(float(x[key]) for x in rows) for key in ("learner_wait", "actor_wait")]
@@ -1086,30 +1092,34 @@ def test_sentences_on_impalas_runs():
     (adam,) = (RESULTS / "impala_screen").glob("Pong*num-steps=20__batch-unrolls=4__optimizer=adam__1.csv.gz")
     ahead = [at(rmsprop, k) > at(adam, k) for k in (1, 1.5, 2, 2.4, 2.8, 2.9, 3)]
     assert ahead == [True] * 5 + [False] * 2 and "Until 2.8M, RMSProp at 1.5e-3 with T = 10 was" in impala
-    again = at(RESULTS / "impala/PongNoFrameskip-v4__impala_vtrace__1.csv.gz", 3)
-    assert f"have {again:.1f} at 3M, less than RMSProp's {at(rmsprop, 3):.1f}, so" in impala
+    again = [
+        f"{at(csv_path(RESULTS / 'impala', f'PongNoFrameskip-v4__impala_vtrace__{k}'), 3):.1f}"
+        for k in (1, 2)
+    ]
+    assert f"have {' and '.join(again)} at 3M, less than RMSProp's {at(rmsprop, 3):.1f}, so" in impala
 
 
 def test_hours_to_a_score():
-    """The table of docs/atari.md has what the CSVs say, for every score that a run has reached."""
-    page, said = (ROOT / "docs/atari.md").read_text(encoding="utf-8"), 0
+    """The table of docs/atari.md has what the CSVs say, for every run and every score that it has reached."""
+    page, lines = (ROOT / "docs/atari.md").read_text(encoding="utf-8"), []
     for script, suite in (("ppo_atari", "atari"), ("ppo_lstm", "atari_lstm"), ("impala_vtrace", "impala")):
         table = read_table(RESULTS / suite / "runs.csv")
         for game, scores in (("Breakout", (50, 200, 300)), ("Pong", (0, 15, 18))):
-            name = f"{game}NoFrameskip-v4__{script}__1"
-            lines = read_csv(csv_path(RESULTS / suite, name))
-            step, seconds, returns = (
-                np.array([float(x[key]) for x in lines]) for key in ("step", "seconds", "return")
-            )
-            means = np.convolve(returns, np.full(100, 0.01), "valid")
-            for score in scores:
-                if (means >= score).any():
-                    k = np.argmax(means >= score) + 99
-                    cells = f"{step[k] / 1e6:.2f}M | {seconds[k] / 3600:.1f} | {table[name]['threads']}"
-                    assert f"| `{script}` | {game} | {score} | {cells} |" in page
-                    said += 1
-    shown = page.partition("<!-- hours -->")[2].partition("<!-- end of hours -->")[0]
-    assert said == shown.count("| `")
+            for name in sorted(x for x in table if x.startswith(f"{game}NoFrameskip-v4__{script}__")):
+                episodes = read_csv(csv_path(RESULTS / suite, name))
+                step, seconds, returns = (
+                    np.array([float(x[key]) for x in episodes]) for key in ("step", "seconds", "return")
+                )
+                means = np.convolve(returns, np.full(100, 0.01), "valid")
+                for score in scores:
+                    if (means >= score).any():
+                        k = np.argmax(means >= score) + 99
+                        cells = (table[name]["seed"], score, f"{step[k] / 1e6:.2f}M")
+                        cells += (f"{seconds[k] / 3600:.1f}", table[name]["threads"])
+                        lines.append(f"| `{script}` | {game} | {' | '.join(map(str, cells))} |")
+    shown = page.partition("<!-- hours -->")[2].partition("<!-- end of hours -->")[0].strip().splitlines()
+    assert shown[0] == "| script | game | seed | score | steps | hours | PyTorch's threads |"
+    assert shown[2:] == lines
 
 
 def test_writing_one_table_leaves_the_others(monkeypatch):
