@@ -1117,6 +1117,13 @@ def test_hours_to_a_score():
                         cells = (table[name]["seed"], score, f"{step[k] / 1e6:.2f}M")
                         cells += (f"{seconds[k] / 3600:.1f}", table[name]["threads"])
                         lines.append(f"| `{script}` | {game} | {' | '.join(map(str, cells))} |")
+    hours = {
+        game: int(table[f"{game}NoFrameskip-v4__impala_vtrace__2"]["seconds"]) / 3600
+        for game in ("Pong", "Breakout")
+    }
+    assert (
+        f"10M steps took {hours['Pong']:.1f} hours on Pong and {hours['Breakout']:.1f} on Breakout." in page
+    )
     shown = page.partition("<!-- hours -->")[2].partition("<!-- end of hours -->")[0].strip().splitlines()
     assert shown[0] == "| script | game | seed | score | steps | hours | PyTorch's threads |"
     assert shown[2:] == lines
