@@ -457,11 +457,13 @@ def controls(results: dict[str, list[tuple[Row, Result | None]]]) -> str:
     return markdown(lines)
 
 
-def section(suite: str, results: list[tuple[Row, Result | None]], folder: Path | str = "results") -> str:
-    """Of TABLES.md: the table, joint ratios, what its rows have in common, and the figure in a folder."""
+def section(
+    suite: str, results: list[tuple[Row, Result | None]], folder: Path | str | None = "results"
+) -> str:
+    """Of TABLES.md: the table, joint ratios, what its rows have in common, and the figure, if in a folder."""
     parts = [markdown(table(results)), "\n".join(joint_lines(results))]
     parts += [flags_line([row for row, _ in results])]
-    parts += [f"![{suite}]({folder}/{suite}/curves.png)"] if is_drawn(results) else []
+    parts += [f"![{suite}]({folder}/{suite}/curves.png)"] if folder and is_drawn(results) else []
     return "\n\n".join(filter(None, parts))
 
 
@@ -604,7 +606,7 @@ def main():
     results = {suite: [(row, load(suite, row, args)) for row in suites[suite]] for suite in suites}
     is_below = False
     for suite in args.suites:
-        print(f"\n{suite}\n\n{section(suite, results[suite], args.results)}")
+        print(f"\n{suite}\n\n{section(suite, results[suite], args.results if args.write else None)}")
         for line in hints(suite, results[suite], args):
             print(line)
         for row, result in results[suite] if args.reach is not None else ():

@@ -772,9 +772,9 @@ def test_a_worse_run_is_called_below():
     before[compare.TABLES] = compare.TABLES.stat().st_mtime_ns
     done = in_this_process(tool)
     assert done.returncode == 1 and re.search(r"\| ppo \| CartPole-v1 .* below ", done.stdout), done.stdout
-    assert len(list(Path("mine").rglob("*"))) == 7
+    assert len(list(Path("mine").rglob("*"))) == 7 and "curves.png" not in done.stdout
     done = in_this_process([*tool, "--write"])
-    assert done.returncode == 1
+    assert done.returncode == 1 and "![classic](mine/classic/curves.png)" in done.stdout
     page = Path("mine/index.html").read_text(encoding="utf-8")
     assert "data:image/png;base64" in page and "http" not in page and ">not run<" in page
     assert Path("mine/classic/curves.png").exists() and Path("mine/classic/curves.svg").exists()
