@@ -41,6 +41,7 @@ METHODS = ROOT / "benchmark/METHODS.md"  # has the table of controls
 CONTROLS = {  # what is changed, by folder of controls/
     "mujoco_3_4": "MuJoCo 3.4.0",
     "reward_scaling_2018": "the reward scaling of 2018",
+    "gymnasium_normalizers": "gymnasium's normalizers",
     "first_build": "the build of 21 November 2026",
     "first_build_again": "that build, run again on 27 November",
 }

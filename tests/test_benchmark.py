@@ -1336,7 +1336,10 @@ def test_controls_of_the_page():
             line = f"| {change} | {run['env_id'].rpartition('-')[0]} | "
             episodes = [(int(row["step"]), float(row["return"])) for row in read_csv(csv_path(folder, name))]
             runs.setdefault(line, []).append(episodes)
-    assert len({line.split("|")[1] for line in runs}) == 6
+    assert len({line.split("|")[1] for line in runs}) == 7
+    normalizers = [line for line in page.splitlines() if line.startswith("| gymnasium's normalizers | ")]
+    assert "All three are open, so there is no flag" in page
+    assert len(normalizers) == 3 and all(line.endswith("] open |") for line in normalizers)
     for line, seeds in runs.items():
         last = min(episodes[-1][0] for episodes in seeds)
         scores = [np.mean([x for step, x in episodes if step <= last][-100:]) for episodes in seeds]

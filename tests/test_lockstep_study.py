@@ -1,9 +1,12 @@
 """benchmark/studies/lockstep.py: its normalizers are ours, not gymnasium's; its switch reaches our scripts.
 
+And the patch that gives ppo_continuous.py gymnasium's normalizers.
+
 CleanRL's files are not here; docs/lockstep.md has what came out with them.
 """
 
-import importlib
+import importlib.util
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,11 +41,11 @@ class Walk(gym.Env):
         return obs, reward, ends and self.count % 2 == 0, ends and self.count % 2 == 1, {}
 
 
-def normalized(kind: str) -> list[np.ndarray]:
+def normalized(kind: str, script=ppo_continuous) -> list[np.ndarray]:
     """Observations and rewards of 40 steps."""
     if kind == "ours":
         envs = gym.vector.SyncVectorEnv([Walk], autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
-        envs = ppo_continuous.NormalizedEnvs(envs, 0.9, frozen=False)
+        envs = script.NormalizedEnvs(envs, 0.9, frozen=False)
     else:
         wrappers = lockstep if kind == "baselines" else gym.wrappers
 
@@ -64,6 +67,16 @@ def test_normalizers_of_the_study_are_ours_and_not_those_of_gymnasium():
         np.flatnonzero(~np.isclose(x, y, rtol=1e-4)).tolist() for x, y in zip(gymnasium, ours, strict=True)
     ]
     assert first[:4] == [[], [], [], []] and first[-1] == [0, 1, 2]  # the first episode has three steps
+
+
+def test_the_patch_makes_our_normalizers_those_of_gymnasium(monkeypatch):
+    shutil.copy(ROOT / "ppo_continuous.py", ".")
+    subprocess.run(["git", "apply", ROOT / "benchmark/studies/gymnasium_normalizers.diff"], check=True)
+    spec = importlib.util.spec_from_file_location("patched", "ppo_continuous.py")
+    patched = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "patched", patched)
+    spec.loader.exec_module(patched)
+    np.testing.assert_allclose(normalized("gymnasium"), normalized("ours", patched), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["ppo", "ppo_shared", "ppo_continuous"])
