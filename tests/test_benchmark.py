@@ -918,23 +918,42 @@ def test_joint_ratios_in_sentences():
     )
     loaded = load_all()["mujoco"]
     lines = "\n".join(compare.joint_lines(loaded))
-    said = (
-        ("CleanRL, published, 6", "The six tasks that CleanRL published have a joint ratio of"),
-        ("all published, 8", "the eight MuJoCo tasks together have a joint ratio of"),
-    )
-    for group, words in said:
-        (middle,) = re.findall(rf"by {group} tasks together: \*\*([\d.]+) ", lines)
-        assert f"{words} {middle}." in readme
     results = " ".join((ROOT / "benchmark/RESULTS.md").read_text(encoding="utf-8").split())
-    pooled = float(re.findall(r"by all published, 8 tasks together: \*\*([\d.]+) ", lines)[0])
-    assert f"ours are {100 * (1 - pooled):.0f} % lower on the eight tasks together" in results
-    swimmer, theirs = found("mujoco", "Swimmer-v4"), compare.run_here("ppo_continuous", "Swimmer-v4")
-    assert "half of our seeds end below 65, as CleanRL's one run here" in results
-    assert (swimmer.at(1e6) < 65).sum() == 5 and len(swimmer.seeds) == 10
-    assert len(theirs.seeds) == 1 and theirs.at(1e6)[0] < 65
+    (pooled,) = re.findall(r"by all published, 8 tasks together: \*\*([\d.]+) ", lines)
+    assert f"the eight tasks together have a joint ratio of {pooled}." in readme
+    assert f"ours are {100 * (1 - float(pooled)):.0f} % lower on the eight tasks together" in results
     others = [x for x in loaded if x[0].task not in ("Hopper-v4", "Humanoid-v4")]
-    by_cleanrl, by_all = re.findall(r"\*\*(.*?)\*\*", "\n".join(compare.joint_lines(others)))
+    _, by_cleanrl, by_all = re.findall(r"\*\*(.*?)\*\*", "\n".join(compare.joint_lines(others)))
     assert f"by CleanRL, published, is {by_cleanrl}, and by all published {by_all}." in methods
+
+
+def test_sentences_on_cleanrls_runs_on_mujoco():
+    """How many of ten there are, that no task is below and all are open, and what two runs said."""
+    pages = ROOT / "README.md", ROOT / "benchmark/RESULTS.md", compare.METHODS
+    readme, results, methods = (" ".join(path.read_text(encoding="utf-8").split()) for path in pages)
+    rows = [(row, result) for row, result in load_all()["mujoco"] if row.is_comparable]
+    theirs = {row.task: compare.run_here("ppo_continuous", row.task) for row, _ in rows}
+    assert len(rows) == 8 and len({(*x.seeds,) for x in theirs.values()}) == 1
+    words = "zero one two three four five six seven eight nine ten".split()
+    runs, rest = (words[n] for n in (len(theirs["Swimmer-v4"].seeds), 10 - len(theirs["Swimmer-v4"].seeds)))
+    (middle,) = re.findall(r"run here, 8 tasks together: \*\*([\d.]+) ", "\n".join(compare.joint_lines(rows)))
+    said = f"all on MuJoCo by CleanRL, run here, {runs} of ten runs so far: a joint ratio of {middle}."
+    assert said in readme
+    ratios = {row.task: compare.said(compare.first_ratio(row, result)) for row, result in rows}
+    assert all(ratio.endswith(" open") for ratio in ratios.values()), ratios
+    assert "by CleanRL, run here, no task is *below*" in results
+    assert f"{rest} of CleanRL's ten runs of each MuJoCo task here" in results
+    low = words[(theirs["Swimmer-v4"].at(1e6) < 65).sum()]
+    assert f"half of our seeds end below 65, as {low} of CleanRL's {runs} here" in results
+    assert (found("mujoco", "Swimmer-v4").at(1e6) < 65).tolist().count(True) == 5
+    assert f"on MuJoCo the first {runs} ran" in methods
+    first_two = {}
+    for row, result in rows:
+        both = compare.runs_of("", "", result.at(1e6)), compare.runs_of("", "", theirs[row.task].at(1e6)[:2])
+        first_two[row.task] = compare.said(compare.ratio(*both, compare.random_returns()[row.task]))
+    reacher, swimmer = (first_two[f"{task}-v4"].removesuffix(" above") for task in ("Reacher", "Swimmer"))
+    assert f"With two, our Reacher was *above*, {reacher}, and Swimmer, {swimmer}; the third" in methods
+    assert sum(x.endswith(" above") for x in first_two.values()) == 2
 
 
 def found(suite, task, label="", script=None):
