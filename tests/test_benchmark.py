@@ -950,13 +950,30 @@ def test_sentences_on_cleanrls_runs_on_mujoco():
     assert f"half of our seeds end below 65, as {low} of CleanRL's {runs} here" in results
     assert (found("mujoco", "Swimmer-v4").at(1e6) < 65).tolist().count(True) == 5
     assert f"on MuJoCo the first {runs} ran" in methods
-    first_two = {}
+    first = {n: {} for n in (2, 3, 4)}  # ratios by the first n runs
     for row, result in rows:
-        both = compare.runs_of("", "", result.at(1e6)), compare.runs_of("", "", theirs[row.task].at(1e6)[:2])
-        first_two[row.task] = compare.said(compare.ratio(*both, compare.random_returns()[row.task]))
+        ours, random = compare.runs_of("", "", result.at(1e6)), compare.random_returns()[row.task]
+        for n, by_task in first.items():
+            by_task[row.task] = compare.ratio(
+                ours, compare.runs_of("", "", theirs[row.task].at(1e6)[:n]), random
+            )
+    joint = {n: compare.said(compare.joint([*by_task.values()])).split()[-1] for n, by_task in first.items()}
+    assert joint == {2: "open", 3: "open", 4: "matches"}
+    assert "All eight together were *open* with two and with three, and match with four." in methods
+    first_two = {task: compare.said(x) for task, x in first[2].items()}
     reacher, swimmer = (first_two[f"{task}-v4"].removesuffix(" above") for task in ("Reacher", "Swimmer"))
     assert f"With two, our Reacher was *above*, {reacher}, and Swimmer, {swimmer}; the third" in methods
     assert sum(x.endswith(" above") for x in first_two.values()) == 2
+    below = {group: [] for group in compare.GROUPS}
+    for row, result in rows:
+        for group, by in compare.ratios(row, result).items():
+            below[group] += [row.task[:-3]] if compare.said(by).endswith(" below") else []
+    assert below["CleanRL, published"] == ["InvertedPendulum"] and not below["CleanRL, run here"]
+    assert below["all published"] == ["Hopper", "Swimmer"]
+    assert (
+        "**Below what was published**: InvertedPendulum by CleanRL, Swimmer by openai/baselines 2018."
+        in readme
+    )
 
 
 def found(suite, task, label="", script=None):
