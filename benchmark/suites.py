@@ -1,12 +1,12 @@
 """The suites: what is run, how often, and what others have published of it.
 
-A target is a score of published/scores.csv (mean and std over runs of each run's mean of its last 100
-training episodes), a curve of published/curves.csv, or a number with its source beside it. What CleanRL's own
-scripts did here is in published/cleanrl/, which studies/cleanrl.py makes.
+A target is a score of published/scores.csv (mean and std over runs, mostly of each run's mean of its last 100
+training episodes) or a curve of published/curves.csv. What CleanRL's own scripts did here is in
+published/cleanrl/, which studies/cleanrl.py makes.
 """
 
 import csv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 PUBLISHED = Path(__file__).with_name("published")
@@ -94,7 +94,7 @@ def score(source: str, env_id: str) -> tuple[Target, ...]:
             "openai/baselines" if row["algo"].startswith("PPO2") else "CleanRL",
             env_id,
             float(row["mean"]),
-            float(row["std"]),
+            float(row["std"]) if row["std"] else None,
             int(row["n_seeds"]),
         )
         for row in rows
@@ -115,28 +115,12 @@ def classic() -> list[Row]:
     return rows + [Row("ppo_shared", task, 500_000, seeds=10, is_drawn=drawn[task]) for task in tasks]
 
 
-# Final scores of benchmarks_mujoco1M.htm of openai/baselines at ea68f3b (August 2018), 6 runs each. The page
-# says nothing of their spread: it is that of the page's curve at its end.
-BASELINES_2018 = {
-    "HalfCheetah": 1668.58,
-    "Hopper": 2316.16,
-    "InvertedDoublePendulum": 7102.91,
-    "InvertedPendulum": 809.43,
-    "Reacher": -6.71,
-    "Swimmer": 111.19,
-    "Walker2d": 3424.95,
-}
-
-
 def mujoco(task: str, seeds: int, flags: str = "", label: str = "") -> Row:
     targets = score("f8", f"{task}-v4") + score("f131", f"{task}-v2")
-    if task in BASELINES_2018:
-        score_of_curve = dict(mean=BASELINES_2018[task], curve="ppo2", is_std=False)
-        targets += (Target("openai/baselines 2018", f"{task}-v2", **score_of_curve),)
-    # the PPO beside which CleanRL's docs/rl-algorithms/rpo.md shows its RPO
-    if task in ("Humanoid", "InvertedDoublePendulum"):
-        mean, std = dict(Humanoid=(716, 49), InvertedDoublePendulum=(5626, 289))[task]
-        targets += (Target("CleanRL", f"{task}-v4", mean, std, 10),)
+    # of August 2018: a table without a spread, so that is the one of the page's curve at its end
+    curve_of_page = dict(by="openai/baselines 2018", curve="ppo2", is_std=False)
+    targets += tuple(replace(x, **curve_of_page) for x in score("f132", f"{task}-v2"))
+    targets += score("f133", f"{task}-v4")  # the PPO beside which CleanRL shows its RPO
     return Row("ppo_continuous", f"{task}-v4", 1_000_000, targets, flags, label, seeds)
 
 

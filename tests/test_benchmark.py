@@ -920,11 +920,12 @@ def test_joint_ratios_in_sentences():
     lines = "\n".join(compare.joint_lines(loaded))
     results = " ".join((ROOT / "benchmark/RESULTS.md").read_text(encoding="utf-8").split())
     (pooled,) = re.findall(r"by all published, 8 tasks together: \*\*([\d.]+) ", lines)
-    assert f"the eight tasks together have a joint ratio of {pooled}." in readme
+    assert f"and the eight tasks together ({pooled})." in readme
     assert f"ours are {100 * (1 - float(pooled)):.0f} % lower on the eight tasks together" in results
     others = [x for x in loaded if x[0].task not in ("Hopper-v4", "Humanoid-v4")]
-    _, by_cleanrl, by_all = re.findall(r"\*\*(.*?)\*\*", "\n".join(compare.joint_lines(others)))
-    assert f"by CleanRL, published, is {by_cleanrl}, and by all published {by_all}." in methods
+    by_here, by_cleanrl, by_all = re.findall(r"\*\*(.*?)\*\*", "\n".join(compare.joint_lines(others)))
+    said = f"by CleanRL, run here, is {by_here}, by CleanRL, published, {by_cleanrl}, and by all published "
+    assert f"{said}{by_all}." in methods
 
 
 def test_sentences_on_cleanrls_runs_on_mujoco():
@@ -948,7 +949,12 @@ def test_sentences_on_cleanrls_runs_on_mujoco():
     assert f"{rest} of CleanRL's ten runs of each MuJoCo task here" in results
     low = words[(theirs["Swimmer-v4"].at(1e6) < 65).sum()]
     assert f"half of our seeds end below 65, as {low} of CleanRL's {runs} here" in results
-    assert (found("mujoco", "Swimmer-v4").at(1e6) < 65).tolist().count(True) == 5
+    ours = found("mujoco", "Swimmer-v4")
+    assert (ours.at(1e6) < 65).tolist().count(True) == 5
+    (of_2018,) = compare.published_beside(ours.row, ours)
+    # no run of n can be further from their mean (Samuelson's inequality)
+    furthest = of_2018.deviation * (of_2018.runs - 1) / of_2018.runs**0.5
+    assert of_2018.mean - furthest > 65
     assert f"on MuJoCo the first {runs} ran" in methods
     first = {n: {} for n in (2, 3, 4)}  # ratios by the first n runs
     for row, result in rows:
@@ -970,10 +976,56 @@ def test_sentences_on_cleanrls_runs_on_mujoco():
             below[group] += [row.task[:-3]] if compare.said(by).endswith(" below") else []
     assert below["CleanRL, published"] == ["InvertedPendulum"] and not below["CleanRL, run here"]
     assert below["all published"] == ["Hopper", "Swimmer"]
-    assert (
-        "**Below what was published**: InvertedPendulum by CleanRL, Swimmer by openai/baselines 2018."
-        in readme
-    )
+    said = "**Below what was published**: InvertedPendulum by CleanRL, Swimmer by openai/baselines 2018, "
+    assert f"{said}and, by all sources pooled, Hopper" in readme
+
+
+def test_words_that_the_second_five_seeds_changed():
+    """METHODS.md names the tasks, with the ratios of the first five; no other word or joint word changed."""
+    page, changed, ratios = " ".join(compare.METHODS.read_text(encoding="utf-8").split()), {}, {}
+    for row, result in load_all()["mujoco"]:
+        if row.is_comparable:
+            five = compare.Result(row, {seed: result.seeds[seed] for seed in range(1, 6)})
+            for k, runs in enumerate((five, result)):
+                for group, by in compare.ratios(row, runs).items():
+                    if group != compare.HERE:
+                        ratios.setdefault(group, ([], []))[k].append((row.task, by))
+    for group, both in ratios.items():
+        texts = [[(task, compare.said(by)) for task, by in runs] for runs in both]
+        for (task, before), (_, after) in zip(*texts, strict=True):
+            if before.split()[-1] != after.split()[-1]:
+                changed[task, group] = before, after.split()[-1]
+        joint = [compare.said(compare.joint([by for _, by in runs])).split()[-1] for runs in both]
+        assert joint[0] == joint[1], (group, joint)
+    humanoid, pooled = (changed.pop(("Humanoid-v4", group)) for group in compare.GROUPS[1:])
+    hopper, swimmer = (changed.pop((f"{x}-v4", "all published")) for x in ("Hopper", "Swimmer"))
+    assert not changed and humanoid == pooled and {hopper[1], swimmer[1]} == {"below"}
+    said = "Humanoid went from *below*, {}, to *open*; by all that was published, Hopper went from *open*,"
+    said += " {}, to *below*, and Swimmer from *open*, {}, to *below*. No other word changed."
+    words = humanoid[0].removesuffix(" below"), *(x[0].removesuffix(" open") for x in (hopper, swimmer))
+    assert said.format(*words) in page
+
+
+def test_the_reward_scaling_of_2018_beside_its_own_runs():
+    task = "InvertedDoublePendulum-v4"
+    row = found("mujoco", task).row
+    ours = compare.load("mujoco", row, compare.Args(results=RESULTS / "controls/reward_scaling_2018"))
+    (theirs,) = (x for x in compare.published_beside(row, ours) if "2018" in x.by)
+    ours = compare.runs_of("", "", ours.at(ours.reached))
+    by = compare.said(compare.ratio(ours, theirs, compare.random_returns()[task]))
+    said = f"had {theirs.mean:.0f} there; with that scaling it has {ours.mean:.0f} here, a ratio of {by}"
+    page = " ".join(compare.METHODS.read_text(encoding="utf-8").split())
+    assert f"InvertedDoublePendulum {said}" in page
+    page = " ".join((ROOT / "benchmark/RESULTS.md").read_text(encoding="utf-8").split())
+    said = f"InvertedDoublePendulum has {ours.mean:.0f}, where openai/baselines 2018 had {theirs.mean:.0f}"
+    assert said in page
+
+
+def test_every_published_number_has_a_source():
+    for name in ("score", "curve"):
+        sources = {row["source"]: row["where"] for row in read_csv(compare.PUBLISHED / f"{name}_sources.csv")}
+        named = {row["source"] for row in read_csv(compare.PUBLISHED / f"{name}s.csv")}
+        assert named <= set(sources) and all(sources.values()), name
 
 
 def found(suite, task, label="", script=None):
@@ -1327,11 +1379,11 @@ def test_engines_of_the_page():
     apart = {
         (task, version): max(abs(step[version] - step["2.3.7"]).max() for step in steps.values())
         for task, steps in sums.items()
-        for version in ("3.4.0", "4.0.0")
+        for version in ("3.4.0", "3.5.0", "4.0.0")
     }
     others = {task for (task, version), x in apart.items() if version == "4.0.0" and x > 1e-8}
     assert others == {"Hopper-v4", "Humanoid-v4", "Ant-v4"} and len(sums) == 9
-    assert apart["Hopper-v4", "3.4.0"] < 1e-12 and apart["Hopper-v4", "4.0.0"] > 1e-2
+    assert apart["Hopper-v4", "3.4.0"] < 1e-12 < 1e-2 < apart["Hopper-v4", "3.5.0"]
 
 
 def test_bins_beside_gaussians():
@@ -1362,7 +1414,7 @@ def test_tasks_that_version_5_left_as_they_were():
     methods, results = (" ".join(page.read_text(encoding="utf-8").split()) for page in pages)
     assert "HalfCheetah and Swimmer are the same tasks in both: five seeds are equal, episode for" in methods
     said = "On version 5 of each of the eight tasks, whose rewards are partly others, five seeds have a mean"
-    assert f"{said} within one deviation of that on version 4" in results
+    assert f"{said} within one deviation of version 4's runs" in results
 
 
 def test_controls_of_the_page():
@@ -1392,7 +1444,7 @@ def test_controls_of_the_page():
     better = sum(x.log > 0 for x in ratios)
     said = f"{'zero one two three four five six seven'.split()[better]} of seven tasks, by a joint ratio of "
     assert len(ratios) == 7 and said + compare.said(compare.joint(ratios)) in " ".join(page.split())
-    swimmer = next(row for row, _ in plain if row.task == "Swimmer-v4")
+    swimmer, result = next(x for x in plain if x[0].task == "Swimmer-v4")
     folders = ("first_build", "first_build_again")
     before, again = (
         compare.load("mujoco", swimmer, compare.Args(results=RESULTS / f"controls/{x}")) for x in folders
@@ -1402,5 +1454,14 @@ def test_controls_of_the_page():
         and (again.at(1e6)[:3] > 100).sum() == 1
         and [*again.seeds][:3] == [1, 2, 3]
     )
+    by_before, by_again = (
+        compare.ratio(
+            *(compare.runs_of("", "", x.at(x.reached)) for x in (runs, result)),
+            compare.random_returns()["Swimmer-v4"],
+        )
+        for runs in (before, again)
+    )
+    ratios[ratios.index(by_before)] = by_again
+    assert f"the joint ratio is {compare.said(compare.joint(ratios))}." in " ".join(page.split())
     table = compare.controls(load_all())
     assert f"<!-- controls -->\n{table}\n<!-- end of controls -->" in page

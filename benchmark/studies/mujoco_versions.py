@@ -3,7 +3,7 @@
     pip install mujoco==2.3.7 && python benchmark/studies/mujoco_versions.py
 
 Prints lines of CSV: version, task, step, the observation's sum and its largest component. What follows an
-episode's end is left out. results/controls/mujoco_versions.csv has the lines of 2.3.7, 3.4.0 and 4.0.0.
+episode's end is left out. results/controls/mujoco_versions.csv has 2.3.7, 3.4.0, 3.5.0 and 4.0.0.
 """
 
 import gymnasium as gym
