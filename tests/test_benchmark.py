@@ -929,7 +929,7 @@ def test_joint_ratios_in_sentences():
 
 
 def test_sentences_on_cleanrls_runs_on_mujoco():
-    """How many of ten there are, that no task is below and all are open, and what two runs said."""
+    """How many of ten there are, what each task is, and which words changed with the runs."""
     pages = ROOT / "README.md", ROOT / "benchmark/RESULTS.md", compare.METHODS
     readme, results, methods = (" ".join(path.read_text(encoding="utf-8").split()) for path in pages)
     rows = [(row, result) for row, result in load_all()["mujoco"] if row.is_comparable]
@@ -939,13 +939,12 @@ def test_sentences_on_cleanrls_runs_on_mujoco():
     runs, rest = (words[n] for n in (len(theirs["Swimmer-v4"].seeds), 10 - len(theirs["Swimmer-v4"].seeds)))
     together = next(x for x in compare.joint_lines(rows) if "by CleanRL, run here, 8 tasks together" in x)
     assert together.endswith(" matches**")
-    assert "no task is *below*, each of the eight on MuJoCo is *open*, and together they match" in results
-    said = (
-        f"eight MuJoCo tasks together, by {runs} of ten runs so far. Each of the eight by itself is *open*."
-    )
-    assert said in readme
-    ratios = {row.task: compare.said(compare.first_ratio(row, result)) for row, result in rows}
-    assert all(ratio.endswith(" open") for ratio in ratios.values()), ratios
+    said = "no task is *below*; of the eight on MuJoCo InvertedPendulum *matches*, each of the others is"
+    assert f"{said} *open*, and together they match." in results
+    said = f"eight MuJoCo tasks together, by {runs} of CleanRL's ten runs so far, "
+    assert f"{said}and on InvertedPendulum; each of the other seven is *open*." in readme
+    last = {row.task: compare.said(compare.first_ratio(row, result)).split()[-1] for row, result in rows}
+    assert last.pop("InvertedPendulum-v4") == "matches" and {*last.values()} == {"open"}
     assert f"{rest} of CleanRL's ten runs of each MuJoCo task here" in results
     low = words[(theirs["Swimmer-v4"].at(1e6) < 65).sum()]
     assert f"half of our seeds end below 65, as {low} of CleanRL's {runs} here" in results
@@ -956,20 +955,31 @@ def test_sentences_on_cleanrls_runs_on_mujoco():
     furthest = of_2018.deviation * (of_2018.runs - 1) / of_2018.runs**0.5
     assert of_2018.mean - furthest > 65
     assert f"on MuJoCo the first {runs} ran" in methods
-    first = {n: {} for n in (2, 3, 4)}  # ratios by the first n runs
+    first = {n: {} for n in range(2, 1 + len(theirs["Swimmer-v4"].seeds))}  # ratios by the first n runs
     for row, result in rows:
-        ours, random = compare.runs_of("", "", result.at(1e6)), compare.random_returns()[row.task]
+        ours, random = compare.runs_of("", "", result.at(result.reached)), compare.random_returns()[row.task]
         for n, by_task in first.items():
-            by_task[row.task] = compare.ratio(
-                ours, compare.runs_of("", "", theirs[row.task].at(1e6)[:n]), random
-            )
-    joint = {n: compare.said(compare.joint([*by_task.values()])).split()[-1] for n, by_task in first.items()}
-    assert joint == {2: "open", 3: "open", 4: "matches"}
-    assert "All eight together were *open* with two and with three, and match with four." in methods
-    first_two = {task: compare.said(x) for task, x in first[2].items()}
-    reacher, swimmer = (first_two[f"{task}-v4"].removesuffix(" above") for task in ("Reacher", "Swimmer"))
-    assert f"With two, our Reacher was *above*, {reacher}, and Swimmer, {swimmer}; the third" in methods
-    assert sum(x.endswith(" above") for x in first_two.values()) == 2
+            by = compare.Result(row, dict([*theirs[row.task].seeds.items()][:n]))
+            by = compare.runs_of("", "", by.at(min(by.reached, result.reached)))
+            by_task[row.task] = compare.ratio(ours, by, random)
+    for by_task in first.values():
+        by_task["together"] = compare.joint([*by_task.values()])
+    changed = {  # words, and the number of runs from which on they are said
+        task: {n: x for n, x in words.items() if x != words.get(n - 1)}
+        for task in first[2]
+        if (words := {n: compare.said(by_task[task]).split()[-1] for n, by_task in first.items()})
+    }
+    assert changed.pop("together") == {2: "open", 4: "matches"}
+    assert changed.pop("InvertedPendulum-v4") == {2: "open", 6: "matches"}
+    assert changed.pop("Reacher-v4") == changed.pop("Swimmer-v4") == {2: "above", 3: "open"}
+    assert all(words == {2: "open"} for words in changed.values()), changed
+    reacher, swimmer = (
+        compare.said(first[2][f"{task}-v4"]).removesuffix(" above") for task in ("Reacher", "Swimmer")
+    )
+    said = f"With two, our Reacher was *above*, {reacher}, and Swimmer, {swimmer}; the third run made both "
+    said += "*open*. InvertedPendulum was *open* and matches since the sixth. All eight together were *open* "
+    said += "with two and with three, and match since the fourth. No other word changed."
+    assert said in methods
     below = {group: [] for group in compare.GROUPS}
     for row, result in rows:
         for group, by in compare.ratios(row, result).items():
