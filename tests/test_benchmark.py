@@ -947,6 +947,10 @@ def test_sentences_on_cleanrls_runs_on_mujoco():
     )
     assert f"{said}the other five is *open*." in readme
     last = {row.task: compare.said(compare.first_ratio(row, result)).split()[-1] for row, result in rows}
+    for script, task in (("ppo", "CartPole-v1"), ("ppo", "Acrobot-v1"), ("ppo_shared", "CartPole-v1")):
+        ours = found("classic", task, script=script)
+        assert len(ours.seeds) == len(compare.run_here(script, task).seeds) == 10
+        assert compare.said(compare.first_ratio(ours.row, ours)).endswith(" matches")
     match = ["InvertedPendulum-v4", "InvertedDoublePendulum-v4", "Reacher-v4"]
     assert [last.pop(task) for task in match] == ["matches"] * 3 and [*last.values()] == ["open"] * 5
     pendulum = theirs["InvertedPendulum-v4"]
@@ -1456,6 +1460,10 @@ def test_controls_of_the_page():
         scores = [np.mean([x for step, x in episodes if step <= last][-100:]) for episodes in seeds]
         mean, std = compare.number(np.mean(scores)), compare.number(np.std(scores, ddof=1))
         assert f"{line}{mean} ± {std} ({len(scores)}) | " in page
+    for folder in (*folders, RESULTS / "mujoco"):
+        assert all(f"`{run['commit'][:7]}`" in page for run in read_table(folder / "runs.csv").values()), (
+            folder
+        )
     plain, ratios = load_all()["mujoco"], []
     for row, result in plain:
         if first := compare.load("mujoco", row, compare.Args(results=RESULTS / "controls/first_build")):
