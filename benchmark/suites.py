@@ -241,15 +241,16 @@ SUITES = {
     "off_policy_ppo": [
         Row("ppo_async", "CartPole-v1", 500_000, flags=ASYNC),
         Row("ppo_async", "CartPole-v1", 500_000, flags=f"{ASYNC} --sync", label="sync"),
-        Row(
-            "ppo_async",
-            "PongNoFrameskip-v4",
-            10_000_000,
-            (curve("the blog", "ppo_atari.py(blog)", "PongNoFrameskip-v4"),),
-            "--num-envs 8 --num-steps 128 --batch-segments 8 --sample-reuse 4 --amp",
-            seeds=1,
-            stop_at=1_000_000,
-            threads=2,
+        *(
+            Row(
+                "ppo_async",
+                f"{game}NoFrameskip-v4",
+                10_000_000,
+                (curve("the blog", "ppo_atari.py(blog)", f"{game}NoFrameskip-v4"),),
+                seeds=1,
+                threads=2,
+            )
+            for game in ("Breakout", "Pong")
         ),
     ],
     "staleness": [  # figures of Berner et al. 2019, appendix M, on a small task: in turn, so exactly so stale
