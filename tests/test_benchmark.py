@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -520,6 +521,32 @@ def test_curves_are_not_pooled_with_the_scores_of_the_same_runs():
     found = cells(result([20.0] * 5, 10_000_000, row))["all published"]
     assert found.startswith(f"{(20 - random) / (np.mean(scores) - random):.2f} [")
     assert cells(result([20.0] * 5, 2_000_000, row))["all published"].endswith("] cut")
+
+
+def test_cleanrls_scripts_are_played_to_the_end_or_to_a_step():
+    """cleanrl.py keeps what they print until --stop-at, and ends those that would go on."""
+    Path("cleanrl").mkdir()
+    script = """
+        import sys, time
+        assert sys.argv[1:4] == ["--no-cuda", "--env-id", "Task-v0"]
+        for k in (4, 9, 9, 12):
+            print(f"global_step={k}, episodic_return=[{k / 4}]")
+        if sys.argv[-1] == "2":
+            time.sleep(1000)
+        assert sys.argv[-1] != "3"
+    """
+    Path("cleanrl/ppo.py").write_text(textwrap.dedent(script), encoding="utf-8")
+    tool = [sys.executable, ROOT / "benchmark/studies/cleanrl.py", "cleanrl", "--scripts", "ppo"]
+    tool += ["--tasks", "Task-v0", "--results", "theirs", "--seeds"]
+    in_this_process([*tool, "1"])
+    in_this_process([*tool, "2", "--stop-at", "9"])
+    with pytest.raises(RuntimeError, match="(?s)ended with 1: .*AssertionError"):
+        in_this_process([*tool, "3"])
+    whole, cut = (read_csv(Path(f"theirs/Task-v0__ppo__{seed}.csv.gz")) for seed in (1, 2))
+    assert [float(x["return"]) for x in whole] == [1, 2.25, 2.25, 3]
+    assert [x["step"] for x in whole] == ["4", "9", "9", "12"]
+    assert cut == whole[:3]
+    assert [x["run"] for x in rows("theirs/runs.csv")] == ["Task-v0__ppo__1", "Task-v0__ppo__2"]
 
 
 def test_cleanrl_run_here_stands_beside_ours(monkeypatch):

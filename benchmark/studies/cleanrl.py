@@ -3,6 +3,8 @@
     git clone https://github.com/vwxyzjn/cleanrl && git -C cleanrl checkout fe8d8a0
     python benchmark/studies/cleanrl.py cleanrl/cleanrl --scripts ppo --tasks CartPole-v1 --seeds 1..10
     python benchmark/studies/cleanrl.py cleanrl/cleanrl --scripts ppo_one_network --tasks CartPole-v1
+    python benchmark/studies/cleanrl.py cleanrl/cleanrl --scripts ppo_atari --tasks BreakoutNoFrameskip-v4 \\
+        --seeds 1..2 --stop-at 500000
 
 Their files are run as they are, with their defaults, on a CPU, by one thread a run; cleanrl_today.py gives
 them today's gymnasium. ppo_one_network is their ppo.py changed by one_network.diff: an actor and a critic on
@@ -10,12 +12,14 @@ one network, as in ppo_shared.py.
 
 benchmark/published/cleanrl/ gets a CSV a run with a row an episode, and runs.csv with a row a run: versions,
 machine, seconds and the file's fingerprint, as `git hash-object` prints it. A run that is there is not run
-again. One that is stopped begins anew, as CleanRL's scripts cannot resume.
+again. One that is stopped begins anew, as CleanRL's scripts cannot resume. --stop-at ends runs early, on
+their full schedule. Their Atari scripts want opencv-python-headless.
 """
 
 import csv
 import gzip
 import io
+import math
 import os
 import re
 import subprocess
@@ -50,6 +54,7 @@ class Args:
     seeds: str = "1..10"
     workers: int = 1  # runs at a time
     total_timesteps: int | None = None  # instead of the scripts' own
+    stop_at: int | None = None  # environment step after which to stop a run
     results: Path = ROOT / "benchmark/published/cleanrl"
 
 
@@ -63,6 +68,25 @@ def source(args: Args, script: str, folder: Path) -> Path:
     return changed
 
 
+def play(command: list[str], stop_at: float, **options) -> list[tuple[int, float]]:
+    """Step and return of each episode that a script prints, until it ends or prints one beyond stop_at."""
+    found = []
+    with tempfile.TemporaryFile() as log:
+        piped = dict(stdout=subprocess.PIPE, stderr=log, text=True)
+        with subprocess.Popen(command, **piped, **options) as process:
+            for line in process.stdout:
+                episodes = [(int(step), float(x)) for step, x in EPISODE.findall(line)]
+                found += [(step, x) for step, x in episodes if step <= stop_at]
+                if any(step > stop_at for step, _ in episodes):
+                    process.kill()
+                    return found
+        if process.returncode:
+            log.seek(0)
+            last_words = log.read().decode()[-2000:]
+            raise RuntimeError(f"{command} ended with {process.returncode}: {last_words}")
+    return found
+
+
 def train(args: Args, script: str, task: str, seed: int):
     name = f"{task}__{script}__{seed}"
     path = args.results / f"{name}.csv.gz"
@@ -72,16 +96,13 @@ def train(args: Args, script: str, task: str, seed: int):
     row["started"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory() as folder:  # they write runs/ where they are started
         file, start = source(args, script, Path(folder)), time.time()
-        command = [sys.executable, str(STUDIES / "cleanrl_today.py"), str(file), "--no-cuda"]
+        command = [sys.executable, "-u", str(STUDIES / "cleanrl_today.py"), str(file), "--no-cuda"]
         command += ["--env-id", task, "--seed", str(seed)]
         command += ["--total-timesteps", str(args.total_timesteps)] if args.total_timesteps else []
         environment = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(args.folder.resolve()))
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{name} ended with {done.returncode}: {done.stderr[-2000:]}")
+        episodes = play(command, args.stop_at or math.inf, cwd=folder, env=environment)
         row |= machine() | dict(seconds=round(time.time() - start), fingerprint=f"{script}.py {blob(file)}")
-    episodes = EPISODE.findall(done.stdout)
-    text = "step,return\n" + "".join(f"{step},{float(x):.7g}\n" for step, x in episodes)
+    text = "step,return\n" + "".join(f"{step},{x:.7g}\n" for step, x in episodes)
     with FileLock(args.results / "runs.csv.lock"):
         table = args.results / "runs.csv"
         rows = {run["run"]: run for run in read_csv(table, COLUMNS)} if table.exists() else {}
