@@ -1199,7 +1199,10 @@ def test_sentences_on_impalas_runs():
         " ".join((ROOT / f"docs/{name}.md").read_text(encoding="utf-8").split()).replace("−", "-")
         for name in ("impala", "atari")
     )
-    evaluated = read_csv(RESULTS / "evaluated.csv")
+    evaluated, rows = (
+        [x for x in read_csv(RESULTS / name) if x["script"] == "impala_vtrace"]
+        for name in ("evaluated.csv", "speed/long_runs.csv")
+    )
     games = {game: [x for x in evaluated if x["env_id"].startswith(game)] for game in ("Breakout", "Pong")}
     said = {
         game: " and ".join(f"{float(x['mean']):.1f} ± {float(x['std']):.{digits}f}" for x in games[game])
@@ -1213,7 +1216,6 @@ def test_sentences_on_impalas_runs():
     assert f"events have {sizes[0]} to {sizes[-1]} MB, and" in atari
     (size,) = {x["checkpoint_mb"] for x in evaluated}
     assert f"optimizer, {size} MB (" in atari
-    rows = read_csv(RESULTS / "speed/long_runs.csv")
     rates = {
         game: [int(x["steps_per_s"]) for x in rows if x["seed"] == "2" and x["env_id"].startswith(game)]
         for game in games
@@ -1241,10 +1243,68 @@ def test_sentences_on_impalas_runs():
     assert f"have {' and '.join(again)} at 3M, less than RMSProp's {at(rmsprop, 3):.1f}, so" in impala
 
 
+def test_off_policy_ppo_on_breakout():
+    """Tables and sentences of docs/async.md: the whole run beside two other scripts, and the short ones."""
+    page = (ROOT / "docs/async.md").read_text(encoding="utf-8")
+    runs = [("ppo_async", "off_policy_ppo", 1), ("ppo_atari", "atari", 1), ("impala_vtrace", "impala", 2)]
+    paths = {x: csv_path(RESULTS / suite, f"BreakoutNoFrameskip-v4__{x}__{k}") for x, suite, k in runs}
+
+    def until(path, key, last):
+        """The mean of the last 100 games, or nothing where the run ended before."""
+        episodes = read_csv(path)
+        returns = [float(x["return"]) for x in episodes if float(x[key]) <= last]
+        return f"{np.mean(returns[-100:]):.1f}" if float(episodes[-1][key]) >= 0.999 * last else ""
+
+    lines = ["| script | at 1M | at 2M | at 4M | in 0.5 h | in 1 h | in 1.5 h | in 2 h | in 2.25 h |"]
+    for script, path in paths.items():
+        cells = [until(path, "step", k * 1e6) for k in (1, 2, 4)]
+        cells += [until(path, "seconds", k * 3600) for k in (0.5, 1, 1.5, 2, 2.25)]
+        lines.append(f"| `{script}` | {' | '.join(cells)} |")
+    shown = page.partition("<!-- breakout -->")[2].partition("<!-- end of")[0].strip().splitlines()
+    assert [shown[0], *shown[2:]] == lines
+
+    lines = ["| environments | T | passes | how | at 85k | at 130k | at 420k |"]
+    screen = read_table(RESULTS / "async_screen/runs.csv")
+    played = {name: csv_path(RESULTS / "async_screen", name) for name in screen}
+    for name, path in {"": paths["ppo_async"], **played}.items():
+        options = Row("", "", 0).options(screen[name]["command"].partition("--seed 1 ")[2] if name else "")
+        assert options.get("num-envs") == options.get("batch-segments")
+        cells = [options.get(*x) for x in (("num-envs", "16"), ("num-steps", "128"), ("sample-reuse", "1"))]
+        cells.append("in turn" if "sync" in options else "threads")
+        cells += [until(path, "step", k * 1000) for k in (85, 130, 420)]
+        lines.append(f"| {' | '.join(cells)} |")
+    shown = page.partition("<!-- async screen -->")[2].partition("<!-- end of")[0].strip().splitlines()
+    assert [shown[0], *shown[2:]] == lines
+
+    page, speed = (
+        " ".join(x.split()) for x in (page, (ROOT / "benchmark/SPEED.md").read_text(encoding="utf-8"))
+    )
+    run = read_table(RESULTS / "off_policy_ppo/runs.csv")["BreakoutNoFrameskip-v4__ppo_async__1"]
+    end = until(paths["ppo_async"], "step", 1e7)
+    assert f"it has {end} after 10M steps, in {int(run['seconds']) / 3600:.1f} hours on two cores" in page
+    assert run["parts"] == "2" and "it was stopped once" in page
+    assert "it made 524 steps/s beside that one's 526 (" in page
+    assert "made 524 steps/s beside `ppo_atari.py`'s 526 with as many updates" in speed
+
+    (evaluated,) = (x for x in read_csv(RESULTS / "evaluated.csv") if x["script"] == "ppo_async")
+    score = f"{float(evaluated['mean']):.1f} ± {float(evaluated['std']):.1f}"
+    assert f"`--evaluate` of its last checkpoint gives {score} over {evaluated['games']} games" in page
+    assert (evaluated["seed"], evaluated["step"]) == ("1", run["steps"])
+    rows = [x for x in read_csv(RESULTS / "speed/long_runs.csv") if x["script"] == "ppo_async"]
+    memory = [float(x[key]) for x in rows for key in ("resident_mb_min", "resident_mb_max")]
+    rates = sorted(int(x["steps_per_s"]) for x in rows)
+    said = f"{min(memory):.0f} to {max(memory):.0f} MB of memory, {rates[0]:,} to {rates[-1]:,} steps/s"
+    assert f"each ten minutes had {said}" in page
+    assert f"events have {evaluated['events_mb']} MB and the checkpoint {evaluated['checkpoint_mb']}." in page
+
+
 def test_hours_to_a_score():
     """The table of docs/atari.md has what the CSVs say, for every run and every score that it has reached."""
     page, lines = (ROOT / "docs/atari.md").read_text(encoding="utf-8"), []
-    for script, suite in (("ppo_atari", "atari"), ("ppo_lstm", "atari_lstm"), ("impala_vtrace", "impala")):
+    suites = dict(
+        ppo_atari="atari", ppo_async="off_policy_ppo", ppo_lstm="atari_lstm", impala_vtrace="impala"
+    )
+    for script, suite in suites.items():
         table = read_table(RESULTS / suite / "runs.csv")
         for game, scores in (("Breakout", (50, 200, 300)), ("Pong", (0, 15, 18))):
             for name in sorted(x for x in table if x.startswith(f"{game}NoFrameskip-v4__{script}__")):
