@@ -1159,7 +1159,8 @@ def test_what_impalas_defaults_reach():
             means = np.array([result.at(step) for step in until]).T
             for seed, values in zip(result.seeds, means, strict=True):
                 cells = [
-                    f"{x:.1f}" if row.steps >= k * 1e6 else "" for x, k in zip(values, millions, strict=True)
+                    f"{x:.1f}" if result.reached > 0.99 * k * 1e6 else ""
+                    for x, k in zip(values, millions, strict=True)
                 ]
                 lines.append(f"| {game} | {seed} | {' | '.join(cells)} |")
             ends[game] = means[:, -1]
@@ -1191,6 +1192,18 @@ def test_what_impalas_defaults_reach():
     assert all(ours.at(k * 1e6).max() < float(x.split()[0]) for k, x in ((3, three), (5, five)))
     three, five, end = (theirs("Pong", k * 1e6) for k in (3, 5, 6))
     assert f"has {three} at 3M and {five} at 5M, and ends there, at {end} after 6M" in page
+    ppo2 = [
+        compare.published(Target("", f"{game}NoFrameskip-v4", curve="ppo2", is_std=False), 5e6, is_end=False)
+        for game in ("BeamRider", "Qbert")
+    ]
+    ours = [found("impala", x.env_id).at(5e6) for x in ppo2]
+    assert [len(x) for x in ours] == [1] * 2 and {x.runs for x in ppo2} == {6}
+    said = [
+        f"{x.mean():.0f} on {y.env_id.partition('No')[0]} ({y.mean:.0f})"
+        for x, y in zip(ours, ppo2, strict=True)
+    ]
+    said = ", ".join(said)
+    assert f"they have {said} at 5M, where" in page
 
 
 def test_sentences_on_impalas_runs():
