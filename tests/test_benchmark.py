@@ -1194,10 +1194,10 @@ def test_what_impalas_defaults_reach():
     assert f"has {three} at 3M and {five} at 5M, and ends there, at {end} after 6M" in page
     ppo2 = [
         compare.published(Target("", f"{game}NoFrameskip-v4", curve="ppo2", is_std=False), 5e6, is_end=False)
-        for game in ("BeamRider", "Qbert")
+        for game in ("BeamRider", "Qbert", "SpaceInvaders")
     ]
     ours = [found("impala", x.env_id).at(5e6) for x in ppo2]
-    assert [len(x) for x in ours] == [1] * 2 and {x.runs for x in ppo2} == {6}
+    assert [len(x) for x in ours] == [1] * 3 and {x.runs for x in ppo2} == {6}
     said = [
         f"{x.mean():.0f} on {y.env_id.partition('No')[0]} ({y.mean:.0f})"
         for x, y in zip(ours, ppo2, strict=True)
