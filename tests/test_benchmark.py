@@ -1390,6 +1390,11 @@ def test_hours_that_are_missing():
     shown = page.partition("<!-- missing -->")[2].partition("<!-- end of missing -->")[0].strip().splitlines()
     assert shown[0] == "| script | game | reached | runs to 10M that are missing | hours of both cores |"
     assert shown[2:] == lines
+    rates = [float(x["steps_per_s"]) for x in read_csv(RESULTS / "speed/ngu_montezuma.csv")]
+    hours = " and ".join(f"{2e6 / rate / 3600:.1f}" for rate in rates)
+    page = " ".join(page.split())
+    assert f"it makes {rates[0]} steps/s once it learns and R2D2 {rates[1]}, by" in page
+    assert f"2M steps would take {hours} hours." in page
 
 
 def test_writing_one_table_leaves_the_others(monkeypatch):
