@@ -1204,6 +1204,9 @@ def test_what_impalas_defaults_reach():
     ]
     said = ", ".join(said)
     assert f"they have {said} at 5M, where" in page
+    table = read_table(RESULTS / "impala/runs.csv")
+    runs = [table[f"{x.env_id}__impala_vtrace__1"] for x in ppo2]
+    assert {(x["steps"], x["schedule"]) for x in runs} == {("5000000", "10000000")}
 
 
 def test_sentences_on_impalas_runs():
@@ -1380,6 +1383,8 @@ def test_hours_that_are_missing():
         table = read_table(RESULTS / suite / "runs.csv").values()
         table = [x for x in table if x["script"] == script and "NoFrameskip" in x["env_id"]]
         threads = min(x["threads"] for x in table)
+        cpu = "AMD EPYC" if script in ("ppo_async", "impala_vtrace") else "Intel"
+        assert all(cpu in x["machine"] for x in table if x["threads"] == threads)
         rates = [int(x["seconds"]) / int(x["steps"]) for x in table if x["threads"] == threads]
         hours = 10e6 * np.mean(rates) / 3600 / (2 if threads == "1" else 1)  # of both cores, for one run
         for game, seeds in games.items():
@@ -1390,11 +1395,15 @@ def test_hours_that_are_missing():
     shown = page.partition("<!-- missing -->")[2].partition("<!-- end of missing -->")[0].strip().splitlines()
     assert shown[0] == "| script | game | reached | runs to 10M that are missing | hours of both cores |"
     assert shown[2:] == lines
-    rates = [float(x["steps_per_s"]) for x in read_csv(RESULTS / "speed/ngu_montezuma.csv")]
+    rows = read_csv(RESULTS / "speed/ngu_montezuma.csv")
+    rates = [float(x["steps_per_s"]) for x in rows]
+    seconds = " and ".join(
+        f"{(int(x['to_step']) - int(x['from_step'])) / rate:.0f}" for x, rate in zip(rows, rates, strict=True)
+    )
     hours = " and ".join(f"{2e6 / rate / 3600:.1f}" for rate in rates)
     page = " ".join(page.split())
-    assert f"it makes {rates[0]} steps/s once it learns and R2D2 {rates[1]}, by" in page
-    assert f"2M steps would take {hours} hours." in page
+    said = f"it makes {rates[0]} steps/s once it learns and R2D2 {rates[1]}, by the last {seconds} seconds of"
+    assert said in page and f"2M steps would take {hours} hours." in page
 
 
 def test_writing_one_table_leaves_the_others(monkeypatch):
