@@ -1291,7 +1291,7 @@ def test_off_policy_ppo_on_breakout():
 
     lines = ["| environments | T | passes | how | at 85k | at 130k | at 420k |"]
     screen = read_table(RESULTS / "async_screen/runs.csv")
-    played = {name: csv_path(RESULTS / "async_screen", name) for name in screen}
+    played = {name: csv_path(RESULTS / "async_screen", name) for name in screen if "Breakout" in name}
     for name, path in {"": paths["ppo_async"], **played}.items():
         options = Row("", "", 0).options(screen[name]["command"].partition("--seed 1 ")[2] if name else "")
         assert options.get("num-envs") == options.get("batch-segments")
@@ -1335,6 +1335,58 @@ def test_off_policy_ppo_on_breakout():
     said = f"{min(memory):.0f} to {max(memory):.0f} MB of memory, {rates[0]:,} to {rates[-1]:,} steps/s"
     assert f"Each ten minutes of it had {said}" in page
     assert f"events have {evaluated['events_mb']} MB and the checkpoint {evaluated['checkpoint_mb']}." in page
+
+
+def test_off_policy_ppo_on_pong():
+    """Table and sentences of docs/async.md: the defaults, each run of the screen, and ppo_atari.py."""
+    page = (ROOT / "docs/async.md").read_text(encoding="utf-8")
+    millions = (0.5, 0.75, 1, 1.5, 2)
+    runs = {
+        name: (csv_path(RESULTS / suite, name), run)
+        for suite in ("off_policy_ppo", "async_screen", "atari")
+        for name, run in read_table(RESULTS / suite / "runs.csv").items()
+        if name.startswith("PongNoFrameskip")
+    }
+    lines, reached, ends = [], {}, {}
+    for name, (path, run) in runs.items():
+        assert (run["seed"], run["schedule"]) == ("1", "10000000")
+        step, returns, seconds = np.array(
+            [[float(x[key]) for key in ("step", "return", "seconds")] for x in read_csv(path)]
+        ).T
+        options = Row("", "", 0).options("--" + run["command"].partition(" --")[2])
+        assert options.get("num-envs") == options.get("batch-segments")
+        flags = (("num-envs", "16"), ("num-minibatches", "4"), ("sample-reuse", "1"))
+        cells = [options.get(*x) for x in (*flags, ("learning-rate", "2.5e-4"))]
+        if run["script"] == "ppo_atari":
+            cells = ["8, `ppo_atari.py`", "4", "4", "2.5e-4"]
+        cells += [
+            f"{np.mean(returns[step <= k * 1e6][-100:]):.1f}".replace("-", "−")
+            if step[-1] > 0.99e6 * k
+            else ""
+            for k in millions
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+        means = np.convolve(returns, np.full(100, 0.01), "valid")
+        first = [np.argmax(means >= score) + 99 for score in (0, 15) if (means >= score).any()]
+        reached[name] = [x for k in first for x in (f"{step[k] / 1e6:.2f}M", f"{seconds[k] / 3600:.1f}")]
+        ends[name] = f"{int(run['steps']) / 1e6:.2f}M"
+    shown = page.partition("<!-- async pong -->")[2].partition("<!-- end of")[0].strip().splitlines()
+    assert shown[2:] == lines
+    defaults, rate, passes, minibatches, atari = runs
+    page = " ".join(page.split())
+    ours, theirs = (lines[k].split(" | ")[7] for k in (0, -1))
+    assert (
+        f"With the defaults Pong was at {ours} after 1.5M steps, where `ppo_atari.py` is at {theirs}, and"
+        in page
+    )
+    said = "changed nothing until {} and {} steps, where they were stopped"
+    assert said.format(ends[minibatches], ends[rate]) in page and f"stopped at {ends[defaults]}." in page
+    said = (
+        "their mean of 100 games is above 0 after {} and {} hours, above 15 after {} and {}, with both cores"
+    )
+    assert said.format(*reached[passes]) in page
+    said = "`ppo_atari.py` is after {} and {} hours, and after {} and {}, with one core of an Intel Xeon."
+    assert said.format(*reached[atari]) in page
 
 
 def test_hours_to_a_score():
