@@ -1305,6 +1305,11 @@ def test_off_policy_ppo_on_breakout():
     assert [shown[0], *shown[2:]] == lines
 
     page = " ".join(page.split())
+    (four_passes,) = (
+        line for line in lines if "| 8 | 128 | 4 | threads" in line and not line.endswith("|  |")
+    )
+    by_420k = [line.split("|")[-2].strip() for line in (four_passes, lines[-1], lines[1])]
+    assert "at {} by 420k steps, beside its {} and {} with one pass".format(*by_420k) in page
     run = read_table(RESULTS / "off_policy_ppo/runs.csv")["BreakoutNoFrameskip-v4__ppo_async__1"]
     end = until(paths["ppo_async"], "step", 1e7)
     assert f"it has {end} after 10M steps, in {int(run['seconds']) / 3600:.1f} hours on two cores" in page
