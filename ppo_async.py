@@ -58,7 +58,7 @@ class Args:
     seed: int = 1  # of Python, NumPy, PyTorch and the environments
 
     # actors
-    num_envs: int = 16  # parallel environments, divided among torchrun's processes
+    num_envs: int = 8  # parallel environments, divided among torchrun's processes
     num_actors: int = 1  # threads of a process, with two groups of environments each
     num_steps: int = 128  # steps per environment and segment (T)
     gamma: float = 0.99  # discount factor
@@ -67,12 +67,12 @@ class Args:
     sync: bool = False  # actors and learner in turn, in one thread
 
     # staleness
-    sample_reuse: float = 1.0  # passes over each sample; below 1, a random share is left out
+    sample_reuse: float = 4.0  # passes over each sample; below 1, a random share is left out
     max_staleness: int | None = None  # drop segments that are more versions behind
     decoupled: bool = False  # center the policy's clip on the learner's policy before the update
 
     # update
-    batch_segments: int = 16  # segments in a batch, divided among torchrun's processes
+    batch_segments: int = 8  # segments in a batch, divided among torchrun's processes
     learning_rate: float = 2.5e-4  # Adam's, before annealing
     anneal_lr: bool = True  # decay the learning rate linearly to 0
     num_minibatches: int = 4  # minibatches per pass

@@ -152,6 +152,8 @@ REPLAY = "--optimizer rmsprop --batch-segments 16 --replay-fraction 0.5 --learni
 REPLAY += " --vf-coef 0.05 --ent-coef 0.001 --bootstrap-truncated --device cpu"
 
 ASYNC = "--num-envs 8 --num-steps 32 --batch-segments 8 --learning-rate 1e-3 --clip-coef 0.2 --device cpu"
+ASYNC += " --sample-reuse 1"
+ONE_PASS = "--num-envs 16 --batch-segments 16 --sample-reuse 1"  # these were the defaults once
 
 R2D2 = "--num-policies 1 --beta 0"
 PONG = "--amp --burn-in 5 --unroll 20 --period 20 --auxiliary-steps 5 --batch-sequences 8 --target-every 100"
@@ -247,9 +249,12 @@ SUITES = {
                 f"{game}NoFrameskip-v4",
                 10_000_000,
                 (curve("the blog", "ppo_atari.py(blog)", f"{game}NoFrameskip-v4"),),
-                seeds=1,
+                flags,
+                label,
+                seeds,
                 threads=2,
             )
+            for flags, label, seeds in (("", "", 1), (ONE_PASS, "one pass", 0))
             for game in ("Breakout", "Pong")
         ),
     ],

@@ -23,8 +23,8 @@ from ppo_async import Agent, Args, Exchange, compute_gae, ppo_loss
 
 
 def small(**flags):
-    """Two groups of two environments; an iteration is one segment of each."""
-    flags = dict(env_id="Count-v0", num_envs=4, num_steps=16, batch_segments=4) | flags
+    """Two groups of two environments; an iteration is one pass over a segment of each."""
+    flags = dict(env_id="Count-v0", num_envs=4, num_steps=16, batch_segments=4, sample_reuse=1.0) | flags
     return Args(**dict(total_timesteps=64 * 10, sync=True, device="cpu") | flags)
 
 
@@ -374,7 +374,7 @@ def test_time_limit_is_valued_by_the_learner_on_demand(flags, monkeypatch):
     "flags,words",
     [
         ("--num-envs 3", "num_envs must be a multiple of 2"),
-        ("--batch-segments 9", "must be a multiple of 8"),
+        ("--batch-segments 9", "must be a multiple of 4"),
         ("--num-steps 4", "a minibatch must hold more than one step"),
         ("--sample-reuse 0", "sample_reuse cannot be 0"),
         ("--max-staleness -1", "max_staleness cannot be -1"),

@@ -1259,11 +1259,24 @@ def test_sentences_on_impalas_runs():
     assert f"have {' and '.join(again)} at 3M, less than RMSProp's {at(rmsprop, 3):.1f}, so" in impala
 
 
+ONE_PASS = "__num-envs=16__batch-unrolls=16__sample-reuse=1"  # in names of results
+
+
+def in_name(name):
+    """Flags in the name of a run of ppo_async.py, and its defaults of those that some run varies."""
+    options = dict(x.partition("=")[::2] for x in name.split("__")[2:-1])
+    batch = options.pop("batch-unrolls", options.pop("batch-segments", None))
+    assert batch == options.get("num-envs")
+    varied = {"num-envs": "8", "num-steps": "128", "num-minibatches": "4", "sample-reuse": "4"}
+    return varied | {"learning-rate": "2.5e-4"} | options
+
+
 def test_off_policy_ppo_on_breakout():
     """Tables and sentences of docs/async.md: the whole run beside two other scripts, and the short ones."""
     page = (ROOT / "docs/async.md").read_text(encoding="utf-8")
-    runs = [("ppo_async", "off_policy_ppo", 1), ("ppo_atari", "atari", 1), ("impala_vtrace", "impala", 2)]
-    paths = {x: csv_path(RESULTS / suite, f"BreakoutNoFrameskip-v4__{x}__{k}") for x, suite, k in runs}
+    runs = [("ppo_async", "off_policy_ppo", f"{ONE_PASS}__1"), ("ppo_atari", "atari", "__1")]
+    runs.append(("impala_vtrace", "impala", "__2"))
+    paths = {x: csv_path(RESULTS / suite, f"BreakoutNoFrameskip-v4__{x}{end}") for x, suite, end in runs}
 
     def until(path, key, last):
         """The mean of the last 100 games, or nothing where the run ended before."""
@@ -1275,7 +1288,8 @@ def test_off_policy_ppo_on_breakout():
     for script, path in paths.items():
         cells = [until(path, "step", k * 1e6) for k in (1, 2, 4)]
         cells += [until(path, "seconds", k * 3600) for k in (0.5, 1, 1.5, 2, 2.25)]
-        lines.append(f"| `{script}` | {' | '.join(cells)} |")
+        how = ", one pass" if script == "ppo_async" else ""
+        lines.append(f"| `{script}`{how} | {' | '.join(cells)} |")
     shown = page.partition("<!-- breakout -->")[2].partition("<!-- end of")[0].strip().splitlines()
     assert [shown[0], *shown[2:]] == lines
     ours, theirs = ([float(x) for x in line.split("|")[2:-1]] for line in lines[1:3])
@@ -1290,12 +1304,17 @@ def test_off_policy_ppo_on_breakout():
     assert f"{said}half an hour and an hour, and ahead from two hours on." in " ".join(page.split())
 
     lines = ["| environments | T | passes | how | at 85k | at 130k | at 420k |"]
-    screen = read_table(RESULTS / "async_screen/runs.csv")
-    played = {name: csv_path(RESULTS / "async_screen", name) for name in screen if "Breakout" in name}
-    for name, path in {"": paths["ppo_async"], **played}.items():
-        options = Row("", "", 0).options(screen[name]["command"].partition("--seed 1 ")[2] if name else "")
-        assert options.get("num-envs") == options.get("batch-segments")
-        cells = [options.get(*x) for x in (("num-envs", "16"), ("num-steps", "128"), ("sample-reuse", "1"))]
+    played = {
+        name: csv_path(RESULTS / suite, name)
+        for suite in ("off_policy_ppo", "async_screen")
+        for name in read_table(RESULTS / suite / "runs.csv")
+        if "Breakout" in name
+    }
+    names = [f"BreakoutNoFrameskip-v4__ppo_async{x}__1" for x in ("", ONE_PASS)]
+    assert list(played)[:2] == names
+    for name, path in played.items():
+        options = in_name(name)
+        cells = [options[x] for x in ("num-envs", "num-steps", "sample-reuse")]
         cells.append("in turn" if "sync" in options else "threads")
         cells += [until(path, "step", k * 1000) for k in (85, 130, 420)]
         lines.append(f"| {' | '.join(cells)} |")
@@ -1305,12 +1324,10 @@ def test_off_policy_ppo_on_breakout():
     assert [shown[0], *shown[2:]] == lines
 
     page = " ".join(page.split())
-    (four_passes,) = (
-        line for line in lines if "| 8 | 128 | 4 | threads" in line and not line.endswith("|  |")
-    )
-    by_420k = [line.split("|")[-2].strip() for line in (four_passes, lines[-1], lines[1])]
+    by_420k = [line.split("|")[-2].strip() for line in (lines[1], lines[-1], lines[2])]
     assert "at {} by 420k steps, beside its {} and {} with one pass".format(*by_420k) in page
-    run = read_table(RESULTS / "off_policy_ppo/runs.csv")["BreakoutNoFrameskip-v4__ppo_async__1"]
+    defaults, run = (read_table(RESULTS / "off_policy_ppo/runs.csv")[name] for name in names)
+    assert f"The defaults were played to {int(defaults['steps']) / 1e6:.2f}M steps on Breakout." in page
     end = until(paths["ppo_async"], "step", 1e7)
     assert f"it has {end} after 10M steps, in {int(run['seconds']) / 3600:.1f} hours on two cores" in page
     rows = [x for x in read_csv(RESULTS / "speed/long_runs.csv") if x["script"] == "ppo_async"]
@@ -1343,7 +1360,7 @@ def test_off_policy_ppo_on_breakout():
 
 
 def test_off_policy_ppo_on_pong():
-    """Table and sentences of docs/async.md: the defaults, each run of the screen, and ppo_atari.py."""
+    """Table and sentences of docs/async.md: the defaults, one pass, the screen, and ppo_atari.py."""
     page = (ROOT / "docs/async.md").read_text(encoding="utf-8")
     millions = (0.5, 0.75, 1, 1.5, 2)
     runs = {
@@ -1358,10 +1375,9 @@ def test_off_policy_ppo_on_pong():
         step, returns, seconds = np.array(
             [[float(x[key]) for key in ("step", "return", "seconds")] for x in read_csv(path)]
         ).T
-        options = Row("", "", 0).options("--" + run["command"].partition(" --")[2])
-        assert options.get("num-envs") == options.get("batch-segments")
-        flags = (("num-envs", "16"), ("num-minibatches", "4"), ("sample-reuse", "1"))
-        cells = [options.get(*x) for x in (*flags, ("learning-rate", "2.5e-4"))]
+        options = in_name(name)
+        flags = ("num-envs", "num-minibatches", "sample-reuse", "learning-rate")
+        cells = [options[x] for x in flags]
         if run["script"] == "ppo_atari":
             cells = ["8, `ppo_atari.py`", "4", "4", "2.5e-4"]
         cells += [
@@ -1378,15 +1394,14 @@ def test_off_policy_ppo_on_pong():
     shown = page.partition("<!-- async pong -->")[2].partition("<!-- end of")[0].strip().splitlines()
     head = ("environments", "minibatches", "passes", "learning rate", *(f"at {k}M" for k in millions))
     assert [shown[0], *shown[2:]] == [f"| {' | '.join(head)} |", *lines]
-    defaults, rate, passes, minibatches, atari = runs
+    passes, one_pass, rate, minibatches, atari = runs
+    assert [passes, one_pass] == [f"PongNoFrameskip-v4__ppo_async{x}__1" for x in ("", ONE_PASS)]
     page = " ".join(page.split())
-    ours, theirs = (lines[k].split(" | ")[7] for k in (0, -1))
-    assert (
-        f"With the defaults Pong was at {ours} after 1.5M steps, where `ppo_atari.py` is at {theirs}, and"
-        in page
-    )
+    ours, theirs = (lines[k].split(" | ")[7] for k in (1, -1))
+    said = f"once the defaults, Pong was at {ours} after 1.5M steps, where `ppo_atari.py` is at {theirs}, and"
+    assert said in page
     said = "the return stayed near −20 until {} and {} steps, where they were stopped"
-    assert said.format(ends[minibatches], ends[rate]) in page and f"stopped at {ends[defaults]}." in page
+    assert said.format(ends[minibatches], ends[rate]) in page and f"stopped at {ends[one_pass]}." in page
     said = (
         "their mean of 100 games is above 0 after {} and {} hours, above 15 after {} and {}, with both cores"
     )
@@ -1397,6 +1412,24 @@ def test_off_policy_ppo_on_pong():
         episodes = read_csv(csv_path(RESULTS / "impala", f"PongNoFrameskip-v4__impala_vtrace__{seed}"))
         last = [float(x["return"]) for x in episodes if int(x["step"]) <= 1.5e6][-100:]
         assert np.mean(last) > float(ours.replace("−", "-")) + 1
+
+
+def test_off_policy_ppo_in_the_results():
+    """RESULTS.md says where the runs of ppo_async.py on Atari games were stopped, and at what return."""
+    said = []
+    for row in (row for row in SUITES["off_policy_ppo"] if "NoFrameskip" in row.task):
+        result = compare.load("off_policy_ppo", row, compare.Args())
+        said.append((f"{result.reached / 1e6:.3g}M", f"{np.mean(result.at(result.reached)):.1f}"))
+    breakout, pong, one_pass, one_pass_pong = said
+    page = " ".join((ROOT / "benchmark/RESULTS.md").read_text(encoding="utf-8").split())
+    assert (
+        f"stopped at {pong[0]} of Pong, at {pong[1]}, and at {breakout[0]} of Breakout, at {breakout[1]}."
+        in page
+    )
+    assert (
+        f"ends at {one_pass[1]} on Breakout, and had learned nothing on Pong when it was stopped at" in page
+    )
+    assert f"at {one_pass_pong[0]} ([why]" in page and float(one_pass_pong[1]) < -20
 
 
 def test_hours_to_a_score():
@@ -1416,10 +1449,11 @@ def test_hours_to_a_score():
                 means = np.convolve(returns, np.full(100, 0.01), "valid")
                 for score in scores:
                     if (means >= score).any():
+                        how = ", one pass" if ONE_PASS in name else ""
                         k = np.argmax(means >= score) + 99
                         cells = (table[name]["seed"], score, f"{step[k] / 1e6:.2f}M")
                         cells += (f"{seconds[k] / 3600:.1f}", table[name]["threads"])
-                        lines.append(f"| `{script}` | {game} | {' | '.join(map(str, cells))} |")
+                        lines.append(f"| `{script}`{how} | {game} | {' | '.join(map(str, cells))} |")
     hours = {
         game: int(table[f"{game}NoFrameskip-v4__impala_vtrace__2"]["seconds"]) / 3600
         for game in ("Pong", "Breakout")
@@ -1442,8 +1476,8 @@ def test_hours_that_are_missing():
         ("impala", "impala_vtrace"): dict(Breakout=2, Pong=2),
     }
     for (suite, script), games in planned.items():
-        table = read_table(RESULTS / suite / "runs.csv").values()
-        table = [x for x in table if x["script"] == script and "NoFrameskip" in x["env_id"]]
+        table = read_table(RESULTS / suite / "runs.csv").values()  # of the defaults, which have no flags
+        table = [x for x in table if x["run"] == f"{x['env_id']}__{script}__{x['seed']}"]
         threads = min(x["threads"] for x in table)
         cpu = "AMD EPYC" if script in ("ppo_async", "impala_vtrace") else "Intel"
         assert all(cpu in x["machine"] for x in table if x["threads"] == threads)
@@ -1452,7 +1486,7 @@ def test_hours_that_are_missing():
         for game, seeds in games.items():
             reached = [int(x["steps"]) for x in table if x["env_id"] == f"{game}NoFrameskip-v4"]
             if left := seeds - reached.count(10_000_000):
-                cut = ", ".join(f"{steps / 1e6:.0f}M" for steps in reached if steps < 10e6) or "*not run*"
+                cut = ", ".join(f"{steps / 1e6:.2g}M" for steps in reached if steps < 10e6) or "*not run*"
                 lines.append(f"| `{script}` | {game} | {cut} | {left} | {left * hours:.1f} |")
     shown = page.partition("<!-- missing -->")[2].partition("<!-- end of missing -->")[0].strip().splitlines()
     assert shown[0] == "| script | game | reached | runs to 10M that are missing | hours of both cores |"
