@@ -30,7 +30,7 @@ SCRIPTS = {  # environment steps of a run that learns
     "ppo_multidiscrete": 12_288,
     "ppo_lstm": 3072,
     "ppo_atari": 3072,
-    "ppo_async": 6144,
+    "ppo_async": 3072,
     "impala_vtrace": 2560,
     "ngu_r2d2": 12_800,
 }
