@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -86,6 +87,12 @@ def test_advantages_of_a_segment_by_hand():
     values = data["values"]
     ours = compute_gae(data["rewards"], values[:-1], data["dones"], values[-1], 0.99, 0.95)
     np.testing.assert_allclose(ours[:, 0], expected, rtol=1e-5)
+
+
+def test_defaults_are_those_of_ppo_atari():
+    ours, theirs = asdict(Args()), asdict(ppo_atari.Args())
+    assert ours["sample_reuse"] == theirs.pop("update_epochs") and Args().batch_size == 1024
+    assert theirs == {name: ours[name] for name in theirs}
 
 
 def test_in_turn_it_is_the_update_of_ppo_atari(monkeypatch):
