@@ -257,9 +257,9 @@ def published_beside(row: Row, result: Result | None) -> list[Runs]:
 
 
 def ratios(row: Row, result: Result) -> dict[str, Ratio | None]:
-    """Ours by each group of runs; None where random actions are as good or were not measured."""
+    """Ours by each group of runs that came as far; None where random actions are as good or not measured."""
     groups, random = {}, random_returns().get(row.task)
-    if beside := run_beside(row, result):
+    if (beside := run_beside(row, result)) and beside[1] > 0.98 * result.reached:
         groups[HERE] = beside
     # at the end of a schedule, scores: a curve may be of the same runs
     has_scores = not result.is_cut and any(target.mean is not None for target in row.targets)
@@ -407,8 +407,9 @@ def mean_and_runs(x: Runs, row: Row, is_published: bool = False) -> str:
 def summary(results: dict[str, list[tuple[Row, Result | None]]]) -> str:
     """A row for each script and task that CleanRL has, too, and the joint ratios.
 
-    Means, deviations and numbers of runs; where ours were cut, all at their step. The last column has the
-    ratio to the first group of runs that gives an interval.
+    Means, deviations and numbers of runs; where ours were cut, all at their step, but for runs of CleanRL's
+    that ended before: these at their last. The last column has the ratio to the first group of runs that
+    gives an interval.
     """
     head = "script|task|steps|ours (seeds)|CleanRL, run here|CleanRL, published|openai/baselines|ratio"
     lines = [head.split("|")]
@@ -420,7 +421,9 @@ def summary(results: dict[str, list[tuple[Row, Result | None]]]) -> str:
         ours = runs_of("ours", row.task, result.at(result.reached)) if result else None
         cells.append(mean_and_runs(ours, row) if result else "not run")
         beside = run_beside(row, result)
-        cells.append(mean_and_runs(beside[0], row) if beside else "not run")
+        is_early = beside and result and beside[1] < 0.98 * result.reached
+        at = f" at {millions(beside[1])}" if is_early else ""
+        cells.append(mean_and_runs(beside[0], row) + at if beside else "not run")
         for names in (CLEANRL_BY, ("openai/baselines", "openai/baselines 2018")):
             found = [x for x in published_beside(row, result) if x.by in names]
             found = [x for x in found if x.env_id == row.task] or found

@@ -561,6 +561,12 @@ def test_cleanrl_run_here_stands_beside_ours(monkeypatch):
     cut = result(TEN, steps=200_000, row=row)
     assert cells(cut)[compare.HERE].startswith(f"{(490 - random) / (50.5 - random):.2f} [")
     assert "(CleanRL, run here, at 0.2M, 2 runs)" in compare.line_of(row, cut, {})[6]
+    for early in theirs.seeds.values():
+        early[-1][0] = 300_000
+    assert cells(cut)[compare.HERE] and cells(ours)[compare.HERE] == ""  # they did not come so far
+    assert "(CleanRL, run here, at 0.3M, 2 runs)" in compare.line_of(row, ours, {})[6]
+    shown = [compare.summary({"classic": [(row, x)]}).splitlines()[2].split("|")[5] for x in (ours, cut)]
+    assert shown == [" 225.5 ± 0.71 (2) at 0.3M ", " 50.5 ± 0.71 (2) "]
     other = replace(row, flags="--num-envs 8")
     assert cells(result(TEN, row=other))[compare.HERE] == ""
 
