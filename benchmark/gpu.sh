@@ -76,9 +76,9 @@ atari-modes() { # ppo_atari.py; LeanRL's makes 6,809 steps/s on an H100
 }
 
 decoupled() { # charts/SPS of both, with as many actors as there are cores to spare
-    for script in impala_vtrace ppo_async; do
-        python "$script.py" --num-envs 128 --num-actors 8 --batch-segments 128 --compile --total-timesteps 1000000
-    done
+    sizes="--num-envs 128 --num-actors 8 --batch-segments 128 --compile --total-timesteps 1000000"
+    python impala_vtrace.py $sizes
+    python ppo_async.py $sizes --sample-reuse 1
 }
 
 breakout() { # 10M steps, to be done in 12 minutes

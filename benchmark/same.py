@@ -7,8 +7,8 @@
 Both versions run with the same flags in temporary folders, and all that both log is compared, except rates
 and times. Flags that were renamed are given to each version as it calls them. `recorded` takes one run of
 each suite, script, task and commit that runs.csv names, with the flags of its command; actors act in turn
-there (--sync). Rows of Gym-microRTS are left out where that is not installed. Exit code 0 if all agree, 1 if
-not.
+there (--sync). A script whose defaults have changed since differs. Rows of Gym-microRTS are left out where
+that is not installed. Exit code 0 if all agree, 1 if not.
 
 With --cpu-time ROUNDS, logs are not compared. Both versions run ROUNDS times, in turn, and the medians of the
 CPU seconds of whole runs and their ratio are printed; --csv FILE gets a row. CPU seconds count all threads

@@ -153,7 +153,7 @@ REPLAY += " --vf-coef 0.05 --ent-coef 0.001 --bootstrap-truncated --device cpu"
 
 ASYNC = "--num-envs 8 --num-steps 32 --batch-segments 8 --learning-rate 1e-3 --clip-coef 0.2 --device cpu"
 ASYNC += " --sample-reuse 1"
-ONE_PASS = "--num-envs 16 --batch-segments 16 --sample-reuse 1"  # these were the defaults once
+ONE_PASS = "--num-envs 16 --batch-segments 16 --sample-reuse 1"  # the defaults until 28 November 2026
 
 R2D2 = "--num-policies 1 --beta 0"
 PONG = "--amp --burn-in 5 --unroll 20 --period 20 --auxiliary-steps 5 --batch-sequences 8 --target-every 100"

@@ -91,7 +91,8 @@ def test_advantages_of_a_segment_by_hand():
 
 def test_defaults_are_those_of_ppo_atari():
     ours, theirs = asdict(Args()), asdict(ppo_atari.Args())
-    assert ours["sample_reuse"] == theirs.pop("update_epochs") and Args().batch_size == 1024
+    assert ours["sample_reuse"] == theirs.pop("update_epochs")
+    assert Args().batch_size == ppo_atari.Args().num_envs * ppo_atari.Args().num_steps
     assert theirs == {name: ours[name] for name in theirs}
 
 

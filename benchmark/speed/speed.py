@@ -41,7 +41,7 @@ TASKS = {  # the scripts' own tasks, and steps for a run of half a minute
     "ppo_continuous": ("HalfCheetah-v4", 20_480),
     "ppo_lstm": ("BreakoutNoFrameskip-v4", 10_240),
     "ppo_multidiscrete": ("HalfCheetah-v4", 20_480),
-    "ppo_async": ("BreakoutNoFrameskip-v4", 40_960),
+    "ppo_async": ("BreakoutNoFrameskip-v4", 20_480),
     "impala_vtrace": ("BreakoutNoFrameskip-v4", 81_920),
     "ngu_r2d2": ("MiniGrid-DoorKey-8x8-v0", 40_960),
 }
