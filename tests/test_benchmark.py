@@ -1451,33 +1451,53 @@ def test_off_policy_ppo_in_the_results():
 
 
 def test_half_a_million_steps_of_breakout():
-    """The table of docs/atari.md: our scripts and CleanRL's own, run here, and the published curves."""
+    """Table and sentences of docs/atari.md: our scripts and CleanRL's, run here, and the published curves."""
     page = (ROOT / "docs/atari.md").read_text(encoding="utf-8")
-    lines, here, curves = [], {}, {}
+    lines, ends, over_1000, game = [], {}, {}, "BreakoutNoFrameskip-v4"
     for script, suite in (("ppo_atari", "atari"), ("ppo_lstm", "atari_lstm")):
-        theirs, game = compare.CLEANRL[script], "BreakoutNoFrameskip-v4"
+        own, theirs = f"{game}__{script}", f"{game}__{compare.CLEANRL[script]}"
         played = {
-            "ours": [(RESULTS / suite, script, 1), (RESULTS / "atari_start", script, 2)],
-            "CleanRL's, here": [(compare.PUBLISHED / "cleanrl", theirs, seed) for seed in (1, 2)],
+            "ours, seed 1": csv_path(RESULTS / suite, f"{own}__1"),
+            "ours, seed 2": RESULTS / f"atari_start/{own}__2.csv.gz",
+            "CleanRL's, here, seed 1": csv_path(compare.PUBLISHED / "cleanrl", f"{theirs}__1"),
+            "CleanRL's, here, seed 2": csv_path(compare.PUBLISHED / "cleanrl", f"{theirs}__2"),
         }
-        for who, paths in played.items():
-            for folder, name, seed in paths:
-                episodes = read_csv(csv_path(folder, f"{game}__{name}__{seed}"))
-                step, returns = (np.array([float(x[key]) for x in episodes]) for key in ("step", "return"))
+        means = {}
+        for who, path in played.items():
+            if path.exists():
+                step, returns = np.array([(float(x["step"]), float(x["return"])) for x in read_csv(path)]).T
                 assert step[-1] > 499_000
-                means = [returns[step <= k * 100_000][-100:].mean() for k in (1, 2, 3, 4, 5)]
-                lines.append((script, f"{who}, seed {seed}", means))
-                here.setdefault((script, who), []).append(means)
+                means[who] = [returns[step <= k * 1e5][-100:].mean() for k in (1, 2, 3, 4, 5)]
+                over_1000[script, who] = returns[step <= 5e5][-1000:].mean()
         (row,) = (row for row in SUITES[suite] if row.task == game)
         for target in (x for x in row.targets if x.curve):
-            means = [compare.published(target, k * 1e5, is_end=False).mean for k in (1, 2, 3, 4, 5)]
-            lines.append((script, target.by, means))
-            curves.setdefault(script, []).append(means)
+            published = (compare.published(target, k * 1e5, is_end=False) for k in (1, 2, 3, 4, 5))
+            means[target.by] = [x.mean for x in published]
+        for who, values in means.items():
+            lines.append(f"| `{script}` | {who} | {' | '.join(f'{x:.1f}' for x in values)} |")
+            ends.setdefault(script, []).append(values[-1])
+            if "seed" in who:  # from 0.2M on, each is above every curve
+                curves = [x for name, x in means.items() if "seed" not in name]
+                assert all(x > y for curve in curves for x, y in zip(values[1:], curve[1:], strict=True))
     shown = page.partition("<!-- early -->")[2].partition("<!-- end of early -->")[0].strip().splitlines()
     assert shown[0] == "| script | whose | at 0.1M | at 0.2M | at 0.3M | at 0.4M | at 0.5M |"
-    assert shown[2:] == [
-        f"| `{x}` | {who} | {' | '.join(f'{k:.1f}' for k in means)} |" for x, who, means in lines
-    ]
+    assert shown[2:] == lines
+    page = " ".join(page.split())
+    atari, lstm = ([f"{x:.1f}" for x in ends[script]] for script in ends)
+    said = (
+        "the two runs of `ppo_atari.py` have {} and {}, and those of CleanRL's {} and {}, where the published"
+    )
+    assert f"{said.format(*atari[:4])} curves have {min(atari[4:])} to {max(atari[4:])}; the one of" in page
+    said = "`ppo_lstm.py` {}, and CleanRL's {} and {}, where they have {} to {}."
+    assert said.format(*lstm) in page
+    longer = [f"{x:.1f}" for (script, _), x in over_1000.items() if script == "ppo_atari"]
+    said = (
+        "Over the last 1,000 games until 0.5M, ours have {} and {}, CleanRL's {} and {}, about what the two"
+    )
+    assert f"{said.format(*longer)} curves that end at {atari[4]} have." in page and atari[4] == atari[5]
+    runs = {run["run"]: run for run in rows(compare.PUBLISHED / "cleanrl/runs.csv")}
+    hours = [f"{int(runs[f'{game}__ppo_atari__{k}']['seconds']) / 3600:.1f}" for k in (2, 1)]
+    assert f"`ppo_atari.py` took {' and '.join(hours)} hours for half a million steps on Breakout," in page
 
 
 def test_hours_to_a_score():
