@@ -1383,7 +1383,7 @@ def test_off_policy_ppo_on_pong():
         for name, run in read_table(RESULTS / suite / "runs.csv").items()
         if name.startswith("PongNoFrameskip")
     }
-    lines, reached, ends = [], {}, {}
+    lines, reached, ends, late, at_the_last = [], {}, {}, {}, {}
     for name, (path, run) in runs.items():
         assert (run["seed"], run["schedule"]) == ("1", "10000000")
         step, returns, seconds = np.array(
@@ -1406,6 +1406,8 @@ def test_off_policy_ppo_on_pong():
         first = [np.argmax(means >= score) + 99 for score in (0, 15) if (means >= score).any()]
         reached[name] = [x for k in first for x in (f"{step[k] / 1e6:.2f}M", f"{seconds[k] / 3600:.1f}")]
         ends[name] = f"{step[-1] / 1e6:.2f}M"
+        late[name] = means[step[99:] > 1.5e6]
+        at_the_last[name] = f"{means[step[99:] <= 2.8e6][-1]:.1f}"
     shown = page.partition("<!-- async pong -->")[2].partition("<!-- end of")[0].strip().splitlines()
     head = ("environments", "minibatches", "passes", "learning rate", *(f"at {k}M" for k in millions))
     assert [shown[0], *shown[2:]] == [f"| {' | '.join(head)} |", *lines]
@@ -1423,6 +1425,10 @@ def test_off_policy_ppo_on_pong():
         "their mean of 100 games is above 0 after {} and {} hours, above 15 after {} and {}, with both cores"
     )
     assert said.format(*reached[passes]) in page
+    low, high = (f"{x:.1f}" for x in (late[passes].min(), late[passes].max()))
+    said = f"From 1.5M on the defaults stayed between {low} and {high} until {ends[passes]}, where they"
+    assert said in page and runs[passes][1]["parts"] == "6"
+    assert f"`ppo_atari.py` has {at_the_last[atari]} at 2.8M." in page
     said = "`ppo_atari.py` is after {} and {} hours, and after {} and {}, with one core of an Intel Xeon."
     assert said.format(*reached[atari]) in page
     for seed in (1, 2):  # IMPALA, too, is ahead by steps
