@@ -1274,13 +1274,34 @@ def settings(name, run):
     today = {flag.replace("_", "-"): str(x) for flag, x in asdict(ppo_async.Args()).items()}
     once = {"num-envs": "16", "batch-segments": "16", "sample-reuse": "1"}
     flags = (word.partition("=")[::2] for word in name.split("__")[2:-1])
-    named = {"batch-segments" if flag == "batch-unrolls" else flag: x for flag, x in flags}
-    typed = Row("", "", 0).options("--" + run["command"].partition(" --")[2])
+    now = {then: flag for flag, then in RENAMED["ppo_async"].items()}
+    named = {now.get(flag, flag): x for flag, x in flags}
+    words = Row("", "", 0).options("--" + run["command"].partition(" --")[2])
+    typed = {now.get(flag, flag): x for flag, x in words.items()}
     assert named.items() <= (once | typed).items()
     found = today | named
     assert all(float(found[flag]) == float(typed.get(flag, x)) for flag, x in once.items())
     assert found["batch-segments"] == found["num-envs"]
     return found
+
+
+def test_names_of_results_have_what_was_a_default_once():
+    for suite in ("off_policy_ppo", "staleness", "async_screen"):
+        for name, run in read_table(RESULTS / suite / "runs.csv").items():
+            settings(name, run)
+
+
+def test_python_lock_of_off_policy_ppo():
+    """The sentence of docs/async.md has the newest rows of python_lock.csv."""
+    page = " ".join((ROOT / "docs/async.md").read_text(encoding="utf-8").split())
+    table = [row for row in rows(RESULTS / "speed/python_lock.csv") if row["script"] == "ppo_async.py"]
+    most = {row["flags"]: f"{round(int(row['at_most_steps_per_s']), -2):,}" for row in table}
+    before = [f"{round(int(row['at_most_steps_per_s']), -2):,}" for row in table if not row["flags"]][0]
+    larger = [f"{n} {most[f'--num-envs {n} --batch-unrolls {n}']}" for n in (32, 64, 128)]
+    said = (
+        f"at most {most['']} steps/s (commit `{table[-1]['commit']}`, on an AMD EPYC), and with one pass 16"
+    )
+    assert f"{said} environments {before}, {larger[0]}, {larger[1]}, and {larger[2]}, each with" in page
 
 
 def test_off_policy_ppo_on_breakout():
@@ -1426,7 +1447,7 @@ def test_off_policy_ppo_on_pong():
     )
     assert said.format(*reached[passes]) in page
     low, high = (f"{x:.1f}" for x in (late[passes].min(), late[passes].max()))
-    said = f"From 1.5M on the defaults stayed between {low} and {high} until {ends[passes]}, where they"
+    said = f"From 1.5M on the defaults stayed between {low} and {high} until {ends[passes]}, where the run"
     assert said in page and runs[passes][1]["parts"] == "6"
     assert f"`ppo_atari.py` has {at_the_last[atari]} at 2.8M." in page
     said = "`ppo_atari.py` is after {} and {} hours, and after {} and {}, with one core of an Intel Xeon."
@@ -1485,6 +1506,9 @@ def test_half_a_million_steps_of_breakout():
             if "seed" in who:  # from 0.2M on, each is above every curve
                 curves = [x for name, x in means.items() if "seed" not in name]
                 assert all(x > y for curve in curves for x, y in zip(values[1:], curve[1:], strict=True))
+    results = (ROOT / "benchmark/RESULTS.md").read_text(encoding="utf-8")
+    for text in (page, results):
+        assert "above the published ones from 0.2M steps on" in " ".join(text.split())
     shown = page.partition("<!-- early -->")[2].partition("<!-- end of early -->")[0].strip().splitlines()
     assert shown[0] == "| script | whose | at 0.1M | at 0.2M | at 0.3M | at 0.4M | at 0.5M |"
     assert shown[2:] == lines
