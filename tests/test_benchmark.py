@@ -1464,6 +1464,7 @@ def test_off_policy_ppo_on_pong():
     blog = compare.published(row.targets[0], 7.6e6, False)
     said += f" {at(passes, 5)} at 5M and {at(passes, 7.6)} at 7.6M, where the blog's three runs have"
     assert f"{said} {blog.mean:.1f}." in page and ends[atari] == "3.00M"
+    assert (blog.by, blog.runs) == ("the blog", 3)
     rows = [x for x in read_csv(RESULTS / "speed/long_runs.csv") if x["script"] == "ppo_async"]
     rows = [x for x in rows if (x["env_id"], x["flags"]) == ("PongNoFrameskip-v4", "")]
     memory = [float(x[key]) for x in rows for key in ("resident_mb_min", "resident_mb_max")]
@@ -1471,6 +1472,8 @@ def test_off_policy_ppo_on_pong():
     said = f"from {int(rows[0]['from_step']) / 1e6:.2f}M on, which nothing interrupted, had {min(memory):.0f}"
     said += f" to {max(memory):.0f} MB of memory and {rates[0]} to {rates[-1]} steps/s."
     assert said in page and len(rows) == 6 * 2.5
+    pairs = zip(rows, rows[1:], strict=False)
+    assert all(int(y["from_step"]) - int(x["to_step"]) <= 1024 for x, y in pairs)
     said = "`ppo_atari.py` is after {} and {} hours, and after {} and {}, with one core of an Intel Xeon."
     assert said.format(*reached[atari]) in page
     for seed in (1, 2):  # IMPALA, too, is ahead by steps
