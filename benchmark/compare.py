@@ -370,7 +370,7 @@ def line_of(row: Row, result: Result | None, shared: dict[str, str]) -> list[str
         state = "of several builds"
     found = ratios(row, result)
     cells = ["" if found.get(group) is None else said(found[group], state) for group in GROUPS]
-    builds = ", ".join(sorted(result.commits))
+    builds = ", ".join(sorted(result.commits)).replace(" | ", ", ")  # a resumed run may have several
     return [row.script, task, steps, each, spread, middle, others, *cells, builds]
 
 

@@ -1315,7 +1315,7 @@ def test_off_policy_ppo_on_breakout():
         "`impala_vtrace`": "impala/BreakoutNoFrameskip-v4__impala_vtrace__2",
     }
     paths = {who: csv_path(RESULTS, name) for who, name in runs.items()}
-    _, one_pass, atari, _ = paths
+    defaults, one_pass, atari, _ = paths.values()
 
     def until(path, key, last):
         """The mean of the last 100 games, or nothing where the run ended before."""
@@ -1330,16 +1330,24 @@ def test_off_policy_ppo_on_breakout():
         lines.append(f"| {who} | {' | '.join(cells)} |")
     shown = page.partition("<!-- breakout -->")[2].partition("<!-- end of")[0].strip().splitlines()
     assert [shown[0], *shown[2:]] == lines
-    few, ours, theirs = ([float(x.strip() or "nan") for x in line.split("|")[2:-1]] for line in lines[1:4])
-    assert all(x > y for x, y in zip(few[:3], theirs[:3], strict=True)), "the defaults are ahead by steps"
+    ours, theirs = ([float(x.strip() or "nan") for x in line.split("|")[2:-1]] for line in lines[2:4])
     is_ahead = [a < b for a, b in zip(ours, theirs, strict=True)]  # of hours, 1.5 is not spoken of
     assert is_ahead[:6] + is_ahead[7:] == [True] * 4 + [False] * 2 + [True] * 2
     seconds = {
-        k: max(float(x["seconds"]) for x in read_csv(paths[atari]) if int(x["step"]) <= k * 1e6)
-        for k in (1, 2)
+        k: max(float(x["seconds"]) for x in read_csv(atari) if int(x["step"]) <= k * 1e6) for k in (1, 2)
     }
     assert seconds[1] > 2 * (seconds[2] - seconds[1])
-    whole = read_csv(paths["`ppo_async`"])
+    leads = {
+        k / 100: float(until(defaults, "step", k * 1e4)) - float(until(atari, "step", k * 1e4))
+        for k in range(5, 314)
+    }
+    assert all(x < 0 for k, x in leads.items() if k <= 0.5)
+    behind = [k for k, x in leads.items() if k >= 0.95 and x <= 0]
+    assert 2.1 < min(behind) < max(behind) < 2.7 and len(behind) < 0.2 * len(leads)
+    assert leads[3.0] > 0.9 * max(leads.values())
+    near = f"({until(defaults, 'step', 3.1e6)} and {until(atari, 'step', 3.1e6)} at 3.1M)"
+    assert near in " ".join(page.split())
+    whole = read_csv(defaults)
     steps, clock = ([float(x[key]) for x in whole] for key in ("step", "seconds"))
     rates = np.diff(np.interp(np.arange(0, clock[-1], 600), clock, steps)) / 600
     said = f"each ten minutes of the run had {min(rates):.0f} to {max(rates):.0f} steps/s"
@@ -1362,25 +1370,20 @@ def test_off_policy_ppo_on_breakout():
         cells.append("in turn" if "__sync__" in name else "threads")
         cells += [until(path, "step", k * 1000) for k in (85, 130, 420)]
         lines.append(f"| {' | '.join(cells)} |")
-    cells = [until(paths[atari], "step", k * 1000) for k in (85, 130, 420)]
+    cells = [until(atari, "step", k * 1000) for k in (85, 130, 420)]
     lines.append(f"| 8 | 128 | 4 | `ppo_atari.py` | {' | '.join(cells)} |")
     shown = page.partition("<!-- async screen -->")[2].partition("<!-- end of")[0].strip().splitlines()
     assert [shown[0], *shown[2:]] == lines
 
     page = " ".join(page.split())
     by_420k = [line.split("|")[-2].strip() for line in (lines[1], lines[-1], lines[2])]
-    assert (
-        "at {} by 420k steps, beside its {} and {} with one pass, and ahead of it at 1M".format(*by_420k)
-        in page
-    )
+    assert "at {} by 420k steps, beside its {} and {} with one pass.".format(*by_420k) in page
     assert [run["threads"] for _, run in played.values()] == ["2"] * 2 + ["1"] * (len(played) - 2)
     (_, whole), (_, run) = (played[name] for name in names)
-    said = (
-        f"The defaults were played to {int(whole['steps']) / 1e6:.2f}M steps on Breakout, with one seed, in"
-    )
+    said = f"The defaults were played to {steps[-1] / 1e6:.2f}M steps on Breakout, with one seed, in"
     assert f"{said} {int(whole['seconds']) / 3600:.1f} hours on two cores of an AMD EPYC." in page
     assert (whole["parts"], whole["machine"]) == ("1", "2 x AMD EPYC")
-    end = until(paths[one_pass], "step", 1e7)
+    end = until(one_pass, "step", 1e7)
     assert f"it has {end} after 10M steps, in {int(run['seconds']) / 3600:.1f} hours on two cores" in page
     played_with = "--num-envs 16 --batch-segments 16 --sample-reuse 1"
     rows = [x for x in read_csv(RESULTS / "speed/long_runs.csv") if x["flags"] == played_with]
@@ -1402,7 +1405,7 @@ def test_off_policy_ppo_on_breakout():
     assert (evaluated["seed"], evaluated["step"]) == ("1", run["steps"])
     memory = [float(x[key]) for x in rows for key in ("resident_mb_min", "resident_mb_max")]
     rates = sorted(int(x["steps_per_s"]) for x in rows)
-    said = f"{min(memory):.0f} to {max(memory):.0f} MB of memory, {rates[0]:,} to {rates[-1]:,} steps/s"
+    said = f"{min(memory):.0f} to {max(memory):.0f} MB of memory and {rates[0]:,} to {rates[-1]:,} steps/s"
     assert f"Each ten minutes of that run had {said}" in page
     assert f"events have {evaluated['events_mb']} MB and the checkpoint {evaluated['checkpoint_mb']}." in page
 
@@ -1471,11 +1474,13 @@ def test_off_policy_ppo_on_pong():
         return f"{means[step <= million * 1e6][-1]:.1f}"
 
     said = (
-        f"It has {at(passes, 3)} at 3M, where that of `ppo_atari.py`, which ends there, has {at(atari, 3)};"
+        f"It has {at(passes, 3)} at 3M, where that of `ppo_atari.py`, which ends just after it, at "
+        f"{at(atari, 4)}, has {at(atari, 3)};"
     )
     row = next(x for x in SUITES["off_policy_ppo"] if x.task.startswith("Pong"))
     blog = compare.published(row.targets[0], 7.6e6, False)
-    said += f" {at(passes, 5)} at 5M and {at(passes, 7.6)} at 7.6M, where the blog's three runs have"
+    said += f" {at(passes, 5)} at 5M and {at(passes, 7.6)} at 7.6M, where three runs of PPO in"
+    said += " [the blog of the 37 details](details.md) have"
     assert f"{said} {blog.mean:.1f}." in page and ends[atari] == "3.00M"
     assert (blog.by, blog.runs) == ("the blog", 3)
     rows = [x for x in read_csv(RESULTS / "speed/long_runs.csv") if x["script"] == "ppo_async"]
@@ -1545,7 +1550,7 @@ def test_half_a_million_steps_of_breakout():
                 assert all(x > y for curve in curves for x, y in zip(values[1:], curve[1:], strict=True))
     results = (ROOT / "benchmark/RESULTS.md").read_text(encoding="utf-8")
     for text in (page, results):
-        assert "above the published ones from 0.2M steps on" in " ".join(text.split())
+        assert re.search("above the published (ones|curves) from 0.2M to 0.5M steps", " ".join(text.split()))
     shown = page.partition("<!-- early -->")[2].partition("<!-- end of early -->")[0].strip().splitlines()
     assert shown[0] == "| script | whose | at 0.1M | at 0.2M | at 0.3M | at 0.4M | at 0.5M |"
     assert shown[2:] == lines
