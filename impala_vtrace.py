@@ -397,8 +397,8 @@ def vtrace(ratio, rewards, discounts, values, bootstrap_value, rho_bar, c_bar, l
 
     All (T, N), but bootstrap_value (N,), the value after the last step. ratio is that of the probabilities of
     what was done, under the learner's policy and under the one that acted. discounts[t] is 0 if step t ended
-    an episode, else gamma. Importance weights are clipped at rho_bar and c_bar (inf: not). lam shortens the
-    traces as in remark 2.
+    an episode, else gamma. Importance weights are clipped at rho_bar and c_bar. lam shortens the traces as in
+    remark 2.
     """
     rhos, cs = ratio.clamp(max=rho_bar), ratio.clamp(max=c_bar)
     deltas = rhos * (rewards + discounts * torch.cat((values[1:], bootstrap_value[None])) - values)
@@ -657,13 +657,14 @@ def train(args: Args) -> Path:
     actors = [[Group(task, make_env(task, args, args.group_size)) for _ in range(2)] for task in tasks]
     check_tasks(actors)
     exchange, threads = Exchange(), []
-    if not args.sync:
-        torch.get_num_threads()  # fixes the learner's number, or it would take on that of its actors
-        for k, groups in enumerate(actors):
-            name = f"actor {k}"
-            threads.append(Thread(target=act, name=name, args=(name, groups, exchange, args)))
-            threads[k].start()  # and waits for room
     try:
+        if not args.sync:
+            torch.get_num_threads()  # fixes the learner's number, or it would take on that of its actors
+            for k, groups in enumerate(actors):
+                name = f"actor {k}"
+                thread = Thread(target=act, name=name, args=(name, groups, exchange, args))
+                thread.start()  # and waits for room
+                threads.append(thread)
         return learn(actors, exchange, args)
     finally:
         exchange.is_closed = True
@@ -843,7 +844,7 @@ class Run:
         name = f"{args.env_id[:99]}__{SCRIPT}__{args.seed}__{time.time_ns()}"  # 255 bytes at most
         name = name.replace("/", "-").replace(":", "-").replace(",", "+")  # W&B refuses these three
         self.args, self.parts, self.shown, self.log_every = args, parts, shown, log_every
-        self.folder = Path(args.resume or f"runs/{name}").absolute()  # an environment may change the folder
+        self.folder = Path(args.resume or f"runs/{name}").absolute()  # a step may change the working folder
         self.numbers = dict(iteration=0, last_returns=[]) | (numbers or {})
         if RANK == 0:
             self.lock = lock(self.folder)
@@ -985,9 +986,11 @@ def ended_episodes(info: dict) -> list[dict[str, float]]:
         return []
     final, episodes = info["final_info"], []
     names = [name for name in final if f"_{name}" in final]  # _name is the mask of environments that have it
-    names = [name for name in names if np.ndim(final[name]) == 1 and final[name].dtype.kind in "biuf"]
+    names = [name for name in names if np.ndim(final[name]) == 1]
     for n in final["_episode"].nonzero()[0]:
-        scalars = {f"charts/{name}": float(final[name][n]) for name in names if final[f"_{name}"][n]}
+        last = {name: final[name][n] for name in names if final[f"_{name}"][n]}
+        last = {name: x for name, x in last.items() if isinstance(x, int | float | np.number | np.bool_)}
+        scalars = {f"charts/{name}": float(x) for name, x in last.items()}
         scalars["charts/episodic_return"] = float(final["episode"]["r"][n])
         scalars["charts/episodic_length"] = float(final["episode"]["l"][n])
         episodes.append(scalars)
@@ -1133,7 +1136,11 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Iterable[s
             fail(f"{path} is a checkpoint of {state['script']}.py")
         for name, part in (parts or {}).items():
             part.load_state_dict(state[name])
-        return state | dict(args=Args(**state["args"])) | {name: state[name] for name in numbers}
+        args = Args.__new__(Args)  # without check(), as flags may still change what it would refuse
+        vars(args).update(state["args"])
+        if unknown := vars(args).keys() - asdict(args).keys():
+            raise ValueError(f"unknown flags: {', '.join(unknown)}")
+        return state | dict(args=args) | {name: state[name] for name in numbers}
     except Exception as error:  # what a damaged file raises has many types
         fail(f"{path} cannot be loaded with these flags and this {SCRIPT}.py, or is damaged: {error!r:.150}")
 

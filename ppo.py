@@ -102,6 +102,8 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
                 env, str(video_dir), episode_trigger=lambda n: n < args.eval_episodes
             )
         env = gym.wrappers.RecordEpisodeStatistics(env)  # the returns that are logged, and of --evaluate
+        # Copies: an environment may write the next episode's first observation into the array of the last.
+        env = gym.wrappers.TransformObservation(env, np.array, env.observation_space)
         # Wrappers that change observations or rewards come here: what is logged stays the task's own.
         return env
 
@@ -249,7 +251,7 @@ def train(args: Args) -> Path:
 
     act, update = compiled(act, args), compiled(update, args)  # unchanged without --compile
     obs = np.zeros((T, *envs.observation_space.shape), np.float32)
-    actions = np.zeros((T, *envs.action_space.shape), envs.action_space.dtype)
+    actions = np.zeros((T, *envs.action_space.shape), np.int64)
     rewards = np.zeros((T, N), np.float32)
     dones = np.zeros((T, N), np.float32)
     next_obs, _ = envs.reset(seed=run.seed)  # args.seed; another in each process, and after --resume
@@ -380,7 +382,7 @@ class Run:
         name = f"{args.env_id[:99]}__{SCRIPT}__{args.seed}__{time.time_ns()}"  # 255 bytes at most
         name = name.replace("/", "-").replace(":", "-").replace(",", "+")  # W&B refuses these three
         self.args, self.parts, self.shown, self.log_every = args, parts, shown, log_every
-        self.folder = Path(args.resume or f"runs/{name}").absolute()  # an environment may change the folder
+        self.folder = Path(args.resume or f"runs/{name}").absolute()  # a step may change the working folder
         self.numbers = dict(iteration=0, last_returns=[]) | (numbers or {})
         if RANK == 0:
             self.lock = lock(self.folder)
@@ -522,9 +524,11 @@ def ended_episodes(info: dict) -> list[dict[str, float]]:
         return []
     final, episodes = info["final_info"], []
     names = [name for name in final if f"_{name}" in final]  # _name is the mask of environments that have it
-    names = [name for name in names if np.ndim(final[name]) == 1 and final[name].dtype.kind in "biuf"]
+    names = [name for name in names if np.ndim(final[name]) == 1]
     for n in final["_episode"].nonzero()[0]:
-        scalars = {f"charts/{name}": float(final[name][n]) for name in names if final[f"_{name}"][n]}
+        last = {name: final[name][n] for name in names if final[f"_{name}"][n]}
+        last = {name: x for name, x in last.items() if isinstance(x, int | float | np.number | np.bool_)}
+        scalars = {f"charts/{name}": float(x) for name, x in last.items()}
         scalars["charts/episodic_return"] = float(final["episode"]["r"][n])
         scalars["charts/episodic_length"] = float(final["episode"]["l"][n])
         episodes.append(scalars)
@@ -640,7 +644,11 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Iterable[s
             fail(f"{path} is a checkpoint of {state['script']}.py")
         for name, part in (parts or {}).items():
             part.load_state_dict(state[name])
-        return state | dict(args=Args(**state["args"])) | {name: state[name] for name in numbers}
+        args = Args.__new__(Args)  # without check(), as flags may still change what it would refuse
+        vars(args).update(state["args"])
+        if unknown := vars(args).keys() - asdict(args).keys():
+            raise ValueError(f"unknown flags: {', '.join(unknown)}")
+        return state | dict(args=args) | {name: state[name] for name in numbers}
     except Exception as error:  # what a damaged file raises has many types
         fail(f"{path} cannot be loaded with these flags and this {SCRIPT}.py, or is damaged: {error!r:.150}")
 

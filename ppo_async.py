@@ -527,13 +527,14 @@ def train(args: Args) -> Path:
     size = args.group_size
     actors = [[Group(args.env_id, make_env(args, size)) for _ in range(2)] for _ in range(args.num_actors)]
     exchange, threads = Exchange(), []
-    if not args.sync:
-        torch.get_num_threads()  # fixes the learner's number, or it would take on that of its actors
-        for k, groups in enumerate(actors):
-            name = f"actor {k}"
-            threads.append(Thread(target=act, name=name, args=(name, groups, exchange, args)))
-            threads[k].start()  # and waits for room
     try:
+        if not args.sync:
+            torch.get_num_threads()  # fixes the learner's number, or it would take on that of its actors
+            for k, groups in enumerate(actors):
+                name = f"actor {k}"
+                thread = Thread(target=act, name=name, args=(name, groups, exchange, args))
+                thread.start()  # and waits for room
+                threads.append(thread)
         return learn(actors, exchange, args)
     finally:
         exchange.is_closed = True
@@ -734,7 +735,7 @@ class Run:
         name = f"{args.env_id[:99]}__{SCRIPT}__{args.seed}__{time.time_ns()}"  # 255 bytes at most
         name = name.replace("/", "-").replace(":", "-").replace(",", "+")  # W&B refuses these three
         self.args, self.parts, self.shown, self.log_every = args, parts, shown, log_every
-        self.folder = Path(args.resume or f"runs/{name}").absolute()  # an environment may change the folder
+        self.folder = Path(args.resume or f"runs/{name}").absolute()  # a step may change the working folder
         self.numbers = dict(iteration=0, last_returns=[]) | (numbers or {})
         if RANK == 0:
             self.lock = lock(self.folder)
@@ -876,9 +877,11 @@ def ended_episodes(info: dict) -> list[dict[str, float]]:
         return []
     final, episodes = info["final_info"], []
     names = [name for name in final if f"_{name}" in final]  # _name is the mask of environments that have it
-    names = [name for name in names if np.ndim(final[name]) == 1 and final[name].dtype.kind in "biuf"]
+    names = [name for name in names if np.ndim(final[name]) == 1]
     for n in final["_episode"].nonzero()[0]:
-        scalars = {f"charts/{name}": float(final[name][n]) for name in names if final[f"_{name}"][n]}
+        last = {name: final[name][n] for name in names if final[f"_{name}"][n]}
+        last = {name: x for name, x in last.items() if isinstance(x, int | float | np.number | np.bool_)}
+        scalars = {f"charts/{name}": float(x) for name, x in last.items()}
         scalars["charts/episodic_return"] = float(final["episode"]["r"][n])
         scalars["charts/episodic_length"] = float(final["episode"]["l"][n])
         episodes.append(scalars)
@@ -1014,7 +1017,11 @@ def load_checkpoint(run_dir: str, parts: dict | None = None, numbers: Iterable[s
             fail(f"{path} is a checkpoint of {state['script']}.py")
         for name, part in (parts or {}).items():
             part.load_state_dict(state[name])
-        return state | dict(args=Args(**state["args"])) | {name: state[name] for name in numbers}
+        args = Args.__new__(Args)  # without check(), as flags may still change what it would refuse
+        vars(args).update(state["args"])
+        if unknown := vars(args).keys() - asdict(args).keys():
+            raise ValueError(f"unknown flags: {', '.join(unknown)}")
+        return state | dict(args=args) | {name: state[name] for name in numbers}
     except Exception as error:  # what a damaged file raises has many types
         fail(f"{path} cannot be loaded with these flags and this {SCRIPT}.py, or is damaged: {error!r:.150}")
 
@@ -1061,6 +1068,7 @@ def check(args: Args):
     groups, unit = args.num_groups, WORLD_SIZE * max(1, args.group_size)
     rest = args.batch_size // WORLD_SIZE % args.num_minibatches
     share = args.sample_reuse % 1 or 1  # of the samples, in the last pass
+    fewest = args.num_steps * max(1, args.group_size) * share  # of one group, where all others are too stale
     rules = {
         "give --resume or --evaluate, not both": not (args.resume and args.evaluate),
         "--capture-video records the episodes of --evaluate": args.evaluate or not args.capture_video,
@@ -1070,7 +1078,7 @@ def check(args: Args):
         "stall_seconds must be below 2**22": args.stall_seconds < 2**22,  # 48 days: Windows' limit
         "seed + steps must be below 2**31": args.seed + args.total_timesteps + args.num_envs < 2**31,
         "gamma and gae_lambda must be at most 1": max(args.gamma, args.gae_lambda) <= 1,
-        "a minibatch must hold more than one step": args.num_steps * share >= 2 * args.num_minibatches,
+        "a minibatch must hold more than one step": fewest >= 2 * args.num_minibatches,
         f"num_envs must be a multiple of {groups}: two groups an actor": args.num_envs % groups == 0,
         f"batch_segments must be a multiple of {unit}, a group's size": args.batch_segments % unit == 0,
         "num_minibatches must divide batch_segments * num_steps / processes": rest == 0,

@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -383,15 +383,36 @@ def test_time_limit_is_valued_by_the_learner_on_demand(flags, monkeypatch):
     [
         ("--num-envs 3", "num_envs must be a multiple of 2"),
         ("--batch-segments 9", "must be a multiple of 4"),
-        ("--num-steps 4", "a minibatch must hold more than one step"),
+        ("--num-steps 1", "a minibatch must hold more than one step"),
+        ("--num-steps 4 --sample-reuse 1.4", "a minibatch must hold more than one step"),
         ("--sample-reuse 0", "sample_reuse cannot be 0"),
         ("--max-staleness -1", "max_staleness cannot be -1"),
     ],
 )
 def test_mistakes(flags, words):
+    """A minibatch of one step: of the steps of one group, as all others may be too stale."""
     done = run(ppo_async, *flags.split())
     assert done.code == 2 and words in done.err and "Traceback" not in done.err
     assert sorted(os.listdir()) == ["err0", "out0"]
+
+
+def test_the_smallest_minibatch_has_two_steps(monkeypatch):
+    """Where all groups but one are too stale: 4 steps of its 2 environments for 4 minibatches."""
+    sizes, original = [], ppo_async.ppo_loss
+
+    def spy(agent, batch, *args):
+        sizes.append(len(batch["actions"]))
+        return original(agent, batch, *args)
+
+    def aged(*args):
+        fresh, *others = receive(*args)
+        return [fresh, *(replace(some, version=some.version - 5) for some in others)]
+
+    receive = ppo_async.receive
+    monkeypatch.setattr(ppo_async, "receive", aged)
+    monkeypatch.setattr(ppo_async, "ppo_loss", spy)
+    ppo_async.train(small(num_steps=4, num_minibatches=4, max_staleness=1, total_timesteps=64))
+    assert sizes and set(sizes) == {2}
 
 
 def test_processes_explore_apart_from_the_first_step(monkeypatch):

@@ -254,17 +254,59 @@ def test_images_of_floats_are_not_scaled(script, monkeypatch):
     assert len(seen) > 10 and all(x in ([1.0], [0.0, 1.0]) for x in seen)  # the replay pads with zeros
 
 
-@pytest.mark.parametrize("env_id", ["Reused-v0", "ReusedImage-v0"])
-@pytest.mark.parametrize("script", [impala_vtrace, ppo_async, ngu_r2d2], ids=lambda script: script.SCRIPT)
-def test_final_observations_of_environments_that_reuse_their_array(script, env_id):
+REUSING = [(x, "Reused") for x in (SCRIPTS | OTHERS).values() if x is not ppo_atari]  # which has emulators
+REUSING += [(x, "ReusedImage") for x in (impala_vtrace, ppo_async, ngu_r2d2)]
+
+
+@pytest.mark.parametrize("script,name", REUSING, ids=lambda x: getattr(x, "SCRIPT", x))
+def test_final_observations_of_environments_that_reuse_their_array(script, name):
     """They are what the episode ended with, 100, not what the next one began with in the same array."""
-    args = small_args(script, env_id=env_id)
-    envs = script.make_env(*([env_id] if script is impala_vtrace else []), args, 2)
+    name += "Box" * (script in (ppo_continuous, ppo_multidiscrete))
+    args = small_args(script, env_id=f"{name}-v0")
+    envs = script.make_env(*([args.env_id] if script is impala_vtrace else []), args, 2)
     envs.reset(seed=1)
+    end = 10 if script in (ppo_continuous, ppo_multidiscrete) else 100  # normalized and clipped, or not
     for _ in range(4):
-        obs, _, _, is_cut, infos = envs.step(np.zeros(2, int))
-    assert is_cut.all() and (obs == 0).all()
-    assert all((final == 100).all() and final.shape == obs[0].shape for final in infos["final_obs"])
+        obs, _, _, is_cut, infos = envs.step(np.zeros((2, *envs.single_action_space.shape), int))
+    assert is_cut.all() and (obs < 0.1 * end).all()
+    assert all((final == end).all() and final.shape == obs[0].shape for final in infos["final_obs"])
+
+
+def test_actions_that_are_numbered_by_bytes(script):
+    if script in (ppo_continuous, ppo_atari):
+        pytest.skip("has no discrete actions of others")
+    multi = "Multi" * (script is ppo_multidiscrete)
+    script.train(small_args(script, env_id=f"NarrowAction{multi}-v0"))
+
+
+def test_what_a_saved_flag_would_be_refused_for_can_be_changed(script, monkeypatch, capsys):
+    """As where more processes have to divide a number: what counts is the run that goes on."""
+    run_dir, check = script.train(small_args(script)), script.check
+
+    def strict_check(args):
+        if args.total_timesteps == 64:
+            raise ValueError("so few steps do not do here")
+        check(args)
+
+    monkeypatch.setattr(script, "check", strict_check)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        script.parse_args(["--resume", str(run_dir)])
+    assert end.value.code == 2 and "so few steps do not do here" in "".join(capsys.readouterr())
+    args = script.parse_args(["--resume", str(run_dir), "--total-timesteps", "128"])
+    assert (args.total_timesteps, args.num_steps) == (128, 16)
+
+
+def test_a_checkpoint_with_a_flag_that_the_script_does_not_have(script, capsys):
+    """As a renamed one: its value would be lost without a word."""
+    run_dir = script.train(small_args(script))
+    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    state["args"]["segment_length"] = 20
+    torch.save(state, run_dir / "checkpoint.pt")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        script.parse_args(["--resume", str(run_dir)])
+    assert_one_line_error(end.value.code, capsys, "unknown flags: segment_length")
 
 
 def test_vectors_of_bytes_are_vectors():
@@ -978,12 +1020,12 @@ def test_numbers_that_an_environment_reports_are_logged(script):
     successes = scalars(run_dir, "charts/is_success")
     returns = scalars(run_dir, "charts/episodic_return")
     assert [step for step, _ in successes] == [step for step, _ in returns] and len(returns) > 20
-    assert {x for _, x in successes} == {0.0, 1.0}
+    assert {x for _, x in successes} == {x for _, x in scalars(run_dir, "charts/is_near")} == {0.0, 1.0}
     assert {x for _, x in scalars(run_dir, "charts/distance")} == {2.5}
     assert {x for _, x in scalars(run_dir, "charts/level")} == {3}
     assert 0 < len(scalars(run_dir, "charts/sometimes")) < len(returns)
     tags = EventAccumulator(str(run_dir)).Reload().Tags()["scalars"]
-    assert not {"charts/place", "charts/name", "charts/episode"} & {*tags}
+    assert not {"charts/place", "charts/name", "charts/words", "charts/episode"} & {*tags}
 
 
 OWN_FIELDS = "    warmup: int = 0\n    coef: float = -0.1\n    rate: float = float('nan')\n"

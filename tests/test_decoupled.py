@@ -99,6 +99,21 @@ def test_actor_that_cannot_begin_ends_the_run(script, monkeypatch):
     assert not actors_alive()
 
 
+def test_actor_whose_thread_cannot_be_started_ends_the_run(script, monkeypatch):
+    """A limit on threads stops the second: the first, which waits for room, must not keep the process."""
+    start = threading.Thread.start
+
+    def limited_start(thread):
+        if thread.name == "actor 1":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited_start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        script.train(small(script, num_actors=2))
+    assert not actors_alive()
+
+
 def test_full_disk_is_named_and_leaves_the_last_checkpoint(script, monkeypatch):
     original, saves = torch.save, []
 

@@ -118,11 +118,12 @@ def test_detail_1_environments_reset_within_the_step_that_ends_their_episode(scr
         records += ended
     assert len(records) == 2 * 12 // 3
     for k, record in enumerate(records):
-        names = {"episodic_return", "episodic_length", "is_success", "distance", "level"}
+        names = {"episodic_return", "episodic_length", "is_success", "is_near", "distance", "level"}
         names |= {"sometimes"} if (k + 1) % 3 == 0 else set()
         assert {name.removeprefix("charts/") for name in record} == names
         assert record["charts/episodic_return"] == record["charts/episodic_length"] == 3
         assert record["charts/is_success"] == (k % 2 == 0) and record["charts/distance"] == 2.5
+        assert record["charts/is_near"] == (k % 3 == 0)
 
 
 def test_detail_2_orthogonal_weights_and_zero_biases(script):

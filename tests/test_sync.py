@@ -142,6 +142,7 @@ OTHERWISE = {
     "ppo_continuous": {
         "make_env": "continuous actions, and normalization",
         "Agent": "Gaussian actions, and statistics of the environments",
+        "setup: actions": "have the type of their space",
         "train: 1. rollout": "processes merge their statistics after it",
     },
     "ppo_lstm": {

@@ -258,7 +258,7 @@ class Reports(Probe):
     def step(self, action):
         obs, reward, over, is_cut, _ = super().step(0)
         info = dict(distance=2.5, place=np.zeros(2), name="somewhere", is_success=Reports.episodes % 2 == 0)
-        info |= dict(level=np.uint8(3))
+        info |= dict(level=np.uint8(3), is_near=np.bool_(Reports.episodes % 3 == 0), words=["a", "list"])
         if over:
             Reports.episodes += 1
             info |= dict(sometimes=1) if Reports.episodes % 3 == 0 else {}
@@ -390,8 +390,25 @@ class Reused(Cut):
         return self.obs, *rest
 
 
+class ReusedBox(Reused):
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+
+
 class ReusedImage(Reused):
     observation_space = gym.spaces.Box(0, 255, (40, 40, 3), np.uint8)
+
+
+class NarrowAction(Probe):
+    """Numbers its actions by bytes."""
+
+    action_space = gym.spaces.Discrete(3, dtype=np.uint8)
+
+
+class NarrowActionMulti(Probe):
+    action_space = gym.spaces.MultiDiscrete([2, 3], dtype=np.uint8)
+
+    def step(self, action):
+        return super().step(action[0])
 
 
 PROBES = (
@@ -430,7 +447,10 @@ OTHERS = (
     FloatImage,
     Bytes,
     Reused,
+    ReusedBox,
     ReusedImage,
+    NarrowAction,
+    NarrowActionMulti,
 )
 for probe in (*PROBES, *OTHERS):
     gym.register(f"{probe.__name__}-v0", entry_point=probe, disable_env_checker=True)
