@@ -157,8 +157,8 @@ class Result:
         """Step at which the mean of 20 episodes first was level or more, (seeds,); NaN where it never was."""
         steps = []
         for episodes in self.seeds.values():
-            means = np.convolve(episodes[:, 1], np.full(20, 1 / 20), "valid")
-            high = (means >= level).nonzero()[0]
+            sums = np.cumsum(np.append(0, episodes[:, 1]))
+            high = (sums[20:] - sums[:-20] >= 20 * level).nonzero()[0]
             steps.append(episodes[high[0] + 19, 0] if len(high) else np.nan)
         return np.array(steps)
 
@@ -189,7 +189,8 @@ def load(suite: str, row: Row, args: Args) -> Result | None:
         result.seeds[int(seed)] = episodes(path)
         unknown = dict(commit="unknown", fingerprint="unknown", changed="nothing")
         run = runs.get(f"{prefix}{seed}", unknown)
-        is_changed = any(file.split()[0] in run["changed"] for file in run["fingerprint"].split(", "))
+        changed = run["changed"].replace(",", " ").split()
+        is_changed = any(file.split()[0] in changed for file in run["fingerprint"].split(", "))
         result.files.add(run["fingerprint"])
         result.commits.add(run["commit"] + " and changes" * is_changed)
     result.seeds = dict(sorted(result.seeds.items()))

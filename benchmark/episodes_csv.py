@@ -39,12 +39,12 @@ def export(run_dir: Path | str, path: Path | str):
     # when each iteration was logged; charts/SPS alone leaves the first one out
     tags = [tag for tag in events.Tags()["scalars"] if tag == "charts/SPS" or tag.startswith("losses/")]
     ticks = sorted({e.step: e.wall_time for tag in tags for e in events.Scalars(tag)}.items())
-    gaps = sorted(b - a for (_, a), (_, b) in zip(ticks, ticks[1:], strict=False))
-    usual = gaps[len(gaps) // 2] if gaps else 0.0
+    # every start has written a file, named by its second: the time before it is no training
+    starts = [float(path.name.split(".")[3]) for path in Path(run_dir).glob("events.out.tfevents.*")]
     clock = {}
     for k, (step, now) in enumerate(ticks):
         if k:
-            seconds += now - before if now - before < 10 * usual + 60 else usual  # it was stopped in between
+            seconds += now - max([before, *(x for x in starts if before < x < now)])
         clock[step], before = seconds, now
     lengths = events.Scalars("charts/episodic_length")
     returns = events.Scalars("charts/episodic_return")

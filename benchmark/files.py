@@ -31,9 +31,9 @@ def csv_path(folder: Path, name: str) -> Path:
 
 def csv_files(folder: Path, prefix: str) -> dict[str, Path]:
     """NAME.csv and NAME.csv.gz of a folder, by what follows the prefix in NAME, except runs.csv."""
-    found = {path.name.partition(".csv")[0]: path for path in sorted(folder.glob("*.csv*"))}
-    found = {name: path for name, path in found.items() if path.suffix in (".csv", ".gz") and name != "runs"}
-    return {name.removeprefix(prefix): path for name, path in found.items() if name.startswith(prefix)}
+    names = {path.name.partition(".csv")[0] for end in ("csv", "csv.gz") for path in folder.glob(f"*.{end}")}
+    names = sorted(name for name in names - {"runs"} if name.startswith(prefix))
+    return {name.removeprefix(prefix): csv_path(folder, name) for name in names}
 
 
 def read_csv(path: Path, columns: Iterable[str] | None = None) -> list[dict[str, str]]:

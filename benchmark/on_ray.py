@@ -264,6 +264,7 @@ def check_identity(args: Population, table: Path):
 
 
 def run_population(args: Population):
+    run.check_flags(args.flags, "total-timesteps")  # which are the rounds'
     if not (ROOT / f"{args.script}.py").exists():
         fail(f"no script {args.script}")
     defaults = tyro.cli(importlib.import_module(args.script).Args, args=args.flags.split())

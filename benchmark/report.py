@@ -49,7 +49,7 @@ FORMATS = {  # where a script logs its arguments, and how
     "args/text_summary": ("ours", r"^ *(\w+): (.*)$"),
     "hyperparameters/text_summary": ("CleanRL", r"^\|(\w+)\|(.*)\|$"),
 }
-PREFIXES = ("charts/", "losses/", "eval/")  # of what is drawn
+OF_EPISODES = ("charts/episodic", "tasks/", "policies/return")  # a value an episode
 NO_GROUP = set(  # what tells no groups apart
     "env_id exp_name seed resume evaluate eval_episodes capture_video save_every save_model upload_model "
     "hf_entity track wandb_project_name wandb_entity param".split()
@@ -124,7 +124,7 @@ def read(folder: Path) -> Run:
         evals = EventAccumulator(str(folder / "eval"), size_guidance={"scalars": 0}).Reload()
         points = {tag: evals.Scalars(tag) for tag in evals.Tags()["scalars"]} | points
     scalars = {}
-    for tag in filter(lambda tag: tag.startswith(PREFIXES), points):
+    for tag in points:
         found = [(e.step, e.wall_time, e.value) for e in points[tag] if np.isfinite(e.value)]
         if found:
             scalars[tag] = np.array(sorted(found, key=lambda e: e[0]))
@@ -256,7 +256,7 @@ def panels_of(groups: dict[str, list[Run]], metric: str, band: str) -> list[Pane
     tags = {tag for runs in groups.values() for run in runs for tag in run.scalars}
     panels = []
     for tag, axis in [(metric, 0), (metric, 1), *((tag, 0) for tag in sorted(tags - {metric}))]:
-        window = 100 if tag == metric or tag.startswith("charts/episodic") else None
+        window = 100 if tag == metric or tag.startswith(OF_EPISODES) else None
         curves = {}
         for label, runs in groups.items():
             if having := [run for run in runs if tag in run.scalars]:
@@ -399,7 +399,7 @@ def build_report(runs: list, project: str, entity: str, metric: str):
             wr.LinePlot(title=f"{metric} by {by}", x=x, y=[metric], layout=wr.Layout(w=12, h=8), **smooth)
             for by, x in (("environment step", "global_step"), ("time", "RelativeTime(Process)"))
         ]
-        for tag in sorted({tag for run in same for tag in run.summary.keys() if tag.startswith(PREFIXES)}):
+        for tag in sorted({tag for run in same for tag in run.summary.keys() if "/" in tag}):
             if tag != metric:
                 panels.append(wr.LinePlot(title=tag, x="global_step", y=[tag], **band))
         blocks += [wr.H2(env_id), wr.PanelGrid(runsets=[runset], panels=panels)]
@@ -445,12 +445,13 @@ def read_all(folders: tuple[Path, ...], metric: str) -> tuple[dict[str, dict[str
     """Groups of runs, and notes on what is not shown of the folders."""
     runs, notes = {}, []
     for folder in folders:
-        csvs = result_files(folder)
-        found = csvs or event_folders(folder)
-        notes += [] if found else [f"{folder}: no TensorBoard events"]
-        for path in found:
+        csvs, run_dirs = result_files(folder), event_folders(folder)
+        if csvs:  # of run.py, whose unfinished runs have no results yet
+            run_dirs = [x for x in run_dirs if "unfinished" not in x.relative_to(folder.resolve()).parts]
+        notes += [] if csvs or run_dirs else [f"{folder}: no TensorBoard events"]
+        for path in (*csvs, *run_dirs):
             try:
-                runs[path] = read_result(path) if csvs else read(path)
+                runs[path] = read_result(path) if path in csvs else read(path)
             except (OSError, EOFError, ValueError, zlib.error) as error:  # one run is not to cost the page
                 notes.append(f"{path.name}: left out, {error}")
     if not runs:
@@ -474,9 +475,12 @@ def figure_files(env_id: str, table: str, drawn: list[Figure]) -> dict[str, str 
 def main():
     args = tyro.cli(Args)
     if args.wandb:
-        if args.folders or args.figures or args.band != "std":
-            fail("--wandb compares the runs of a W&B project; folders, --band and --figures are for the page")
+        if args.folders or args.figures or (args.band, args.out) != (Args.band, Args.out):
+            said = "--wandb compares the runs of a W&B project"
+            fail(f"{said}; folders, --band, --figures and --out are for the page")
         return save_report(args)
+    if (args.project, args.entity) != (Args.project, Args.entity):
+        fail("--project and --entity are of a W&B project: give --wandb, too")
     try:
         replaceable(args.out)
     except (OSError, ValueError) as error:

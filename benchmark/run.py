@@ -95,7 +95,8 @@ def fingerprint(row: Row) -> str:
     """Of each file that makes the row's results: the first digits of `git hash-object FILE`."""
     files = list(dict.fromkeys([f"{row.script}.py", row.file]))
     if ":" in row.env_id:
-        files.append(row.env_id.split(":")[0].replace(".", "/") + ".py")
+        module = row.env_id.split(":")[0].replace(".", "/") + ".py"
+        files += [module] if (ROOT / module).is_file() else []  # else an installed package's
     return ", ".join(f"{file} {blob(ROOT / file)}" for file in files)
 
 
@@ -147,7 +148,8 @@ class Run:
         self.folder = self.results / "unfinished" / self.name
         options = row.options(args.flags) | {"total-timesteps": str(self.schedule)}
         flags = [word for name, x in options.items() for word in (f"--{name}", *x.split())]
-        self.flags = ["--env-id", row.env_id, "--seed", str(seed), *flags, *PATIENCE]
+        flags += [] if {"stall-seconds", "stall_seconds"} & options.keys() else PATIENCE
+        self.flags = ["--env-id", row.env_id, "--seed", str(seed), *flags]
         command = " ".join(["python", row.file, *self.flags])
         self.identity = dict(command=command, fingerprint=fingerprint(row))
 
@@ -168,7 +170,10 @@ class Run:
     def record(self) -> dict:
         """What is known of the run in its folder: its identity and the parts in which it was run."""
         path = self.folder / "run.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        try:
+            return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        except ValueError as error:
+            fail(f"{path} cannot be read ({error}): remove {self.folder}")
 
     def write_record(self, record: dict):
         write_file(self.folder / "run.json", json.dumps(record, indent=1))
@@ -383,7 +388,7 @@ def check_flags(flags: str, *taken: str, option: str = "--flags"):
         fail(f"{option}: --{wrong[0]} is not to be given among them")
 
 
-def combinations(grid: tuple[str, ...]) -> list[str]:
+def combinations(grid: tuple[str, ...], flags_beside: str) -> list[str]:
     """Flags for the scripts: each value of each flag of the grid with each value of the others."""
     found = [""]
     for text in grid:
@@ -391,6 +396,10 @@ def combinations(grid: tuple[str, ...]) -> list[str]:
             fail(f"--grid {text}: write it as learning-rate=1e-4,1e-3")
         name, _, values = text.partition("=")
         found = [f"{flags} --{name} {value}" for flags in found for value in values.split(",")]
+    names = [text.partition("=")[0].replace("_", "-") for text in grid]
+    names += re.findall(r"--([\w-]+)", flags_beside.replace("_", "-"))
+    if twice := [name for name in names if names.count(name) > 1]:
+        fail(f"--{twice[0]} is given twice, in --grid or in --flags")
     return found
 
 
@@ -408,7 +417,7 @@ def planned(args: Args) -> list[tuple[Row, int]]:
     for name in ("workers", "threads", "total_timesteps", "stop_at"):
         if (x := getattr(args, name)) is not None and x < 1:
             fail(f"{name} cannot be {x}")
-    grid = combinations(args.grid)
+    grid = combinations(args.grid, args.flags)
     check_flags(args.flags, "total-timesteps")  # which is run.py's own
     check_flags(grid[0], "total-timesteps", option="--grid")  # all have the same names
     rows = [row for row in SUITES[args.suite] if not args.scripts or row.script in args.scripts]

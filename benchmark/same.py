@@ -66,11 +66,14 @@ def flags_of(source: str, script: str, flags: list[str]) -> list[str]:
 
 def train(folder: str, source: str, script: str, flags: list[str], **variables: str):
     """A whole run of this version of a script in a folder, with more environment variables."""
-    path = Path(folder, f"{script}.py")
-    path.write_text(source, encoding="utf-8")
+    Path(folder, f"{script}.py").write_text(source, encoding="utf-8")
+    program = [f"{script}.py"]
     if "--artificial-delay" in flags and "artificial_delay" not in source:
-        path = ROOT / "benchmark/studies/staleness.py"  # which has that flag now
-    command = [sys.executable, path, *flags_of(source, script, flags)]
+        study = str(
+            ROOT / "benchmark/studies/staleness.py"
+        )  # has that flag now, and takes the folder's script
+        program = ["-c", f"import {script}, runpy; runpy.run_path({study!r}, run_name='__main__')"]
+    command = [sys.executable, *program, *flags_of(source, script, flags)]
     environment = os.environ | dict(PYTHONPATH=str(ROOT)) | variables
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -139,6 +142,8 @@ def recorded(results: Path) -> list[tuple[str, str, list[str]]]:
                 flags = [flag for flag in flags if flag != "--sync"] + ["--sync"]
             if "microrts" in row["env_id"] and not find_spec("gym_microrts"):
                 print(f"left out, as gym_microrts is missing: {row['run']}")
+            elif f"{row['script']}.py" in row["changed"].replace(",", " ").split():
+                print(f"left out, as its commit had another {row['script']}.py: {row['run']}")
             elif row["machine"] and "|" not in row["commit"]:  # others' builds are not known, or several
                 found.setdefault(key, (row["commit"], row["script"], flags))
     return list(found.values())

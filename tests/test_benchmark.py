@@ -28,10 +28,11 @@ from scipy import stats
 
 import benchmark.studies.maze  # noqa: F401  registers it
 import ngu_r2d2
+import ppo
 import ppo_async
 from benchmark import compare, figures, same
-from benchmark.files import csv_path, read_csv
-from benchmark.run import COLUMNS, Args, Run, end_last_part, planned, read_table
+from benchmark.files import csv_files, csv_path, read_csv
+from benchmark.run import COLUMNS, Args, Run, end_last_part, fingerprint, planned, read_table
 from benchmark.studies import exploration
 from benchmark.suites import RENAMED, SUITES, Row, Target
 
@@ -374,7 +375,7 @@ def test_stop_at_ends_a_run_early_on_its_full_schedule_and_a_higher_one_continue
         (["--grid", "gamma=0.9", "learning-rate=1e-4,"], "--grid learning-rate=1e-4,: write it as"),
         (["--grid", "seed=1,2"], "--grid: --seed is not to be given among them"),
         (["--seeds", "1", "--grid", "gamma=0.9,0.9"], "1 of 2 runs differ: a seed, or a flag of --grid"),
-        (["--seeds", "1", "--grid", "gamma=0.9,0.8", "--flags=--gamma 1"], "1 of 2 runs differ"),
+        (["--seeds", "1", "--grid", "gamma=0.9,0.8", "--flags=--gamma 1"], "--gamma is given twice"),
         (["--flags=" + " ".join(f"--flag-{k} {k}" for k in range(30))], "CartPole-v1__ppo__flag-0=0"),
     ],
 )
@@ -524,6 +525,74 @@ def test_curves_are_not_pooled_with_the_scores_of_the_same_runs():
     assert cells(result([20.0] * 5, 2_000_000, row))["all published"].endswith("] cut")
 
 
+def test_what_lies_beside_a_csv_does_not_hide_it():
+    """As a copy of an editor, or what a kill left of writing it; of both kinds, the plain one is newer."""
+    for name in (
+        "1.csv",
+        "1.csv~",
+        "2.csv.gz",
+        "2.csv.gz.orig",
+        "3.csv",
+        "3.csv.gz",
+        "3.csv.tmp",
+        "4.csv.tmp",
+    ):
+        Path(f"A__{name}").touch()
+    Path("runs.csv").touch()
+    found = {name: path.name for name, path in csv_files(Path(), "A__").items()}
+    assert found == {"1": "A__1.csv", "2": "A__2.csv.gz", "3": "A__3.csv"}
+
+
+def test_a_score_is_reached_by_twenty_episodes_at_least():
+    """Fewer have no such mean. By hand: episodes 11 to 30 are the first twenty whose mean is 0.5."""
+    few, many = np.full((19, 2), 7.0), np.column_stack((np.arange(1, 41), np.arange(1, 41) > 20))
+    row = Row("ppo", "CartPole-v1", 40)
+    ours = compare.Result(row, {1: few, 2: many.astype(float)}, set(), set())
+    assert np.isnan(ours.first(-100.0)[0]) and ours.first(0.5)[1] == 30
+    assert np.isnan(compare.Result(row, {1: few[:4] - 507}, set(), set()).first(-100.0)[0])
+
+
+def test_flags_of_a_run():
+    """The limit of an iteration is the user's; an environment may come from an installed package."""
+    (row, seed), *_ = planned(Args("classic"))
+    usual, slow, none = (
+        Run(Args("classic", flags=flags), row, seed).flags
+        for flags in ("", "--stall-seconds 3600", "--stall_seconds=0")
+    )
+    assert usual[-2:] == ["--stall-seconds", "600"]
+    for flags, seconds in ((slow, "3600"), (none, "0")):
+        assert "600" not in flags
+        assert tyro.cli(ppo.Args, args=flags).stall_seconds == int(seconds)
+    files = fingerprint(Row("ppo", "minigrid:MiniGrid-Empty-5x5-v0", 0))
+    assert re.fullmatch(r"ppo.py \w{12}", files)
+    files = fingerprint(Row("ngu_r2d2", "benchmark.studies.maze:RandomDiscoMaze-v0", 0))
+    assert re.fullmatch(r"ngu_r2d2.py \w{12}, benchmark/studies/maze.py \w{12}", files)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--grid gamma=0.9 gamma=0.8",
+        "--grid gae-lambda=0.9 gae_lambda=1",
+        "--grid gamma=0.9 --flags=--gamma=1",
+    ],
+)
+def test_a_flag_of_a_grid_is_given_once(flags):
+    done = run_it(*flags.split(), code=2)
+    assert re.search("error: --(gamma|gae-lambda) is given twice, in --grid or in --flags", done.stderr)
+
+
+def test_a_record_that_cannot_be_read(capsys):
+    row, _ = planned(Args("classic"))[0]
+    run = Run(Args("classic", results=Path("results")), row, 1)
+    run.folder.mkdir(parents=True)
+    (run.folder / "run.json").touch()
+    with pytest.raises(SystemExit, match="2"):
+        run.folder_of_another()
+    error = capsys.readouterr().err
+    assert "run.json cannot be read (Expecting value" in error and f"remove {run.folder}" in error
+
+
 def test_cleanrls_scripts_are_played_to_the_end_or_to_a_step():
     """cleanrl.py keeps what they print until --stop-at, and ends those that would go on."""
     Path("cleanrl").mkdir()
@@ -548,6 +617,18 @@ def test_cleanrls_scripts_are_played_to_the_end_or_to_a_step():
     assert [x["step"] for x in whole] == ["4", "9", "9", "12"]
     assert cut == whole[:3]
     assert [x["run"] for x in rows("theirs/runs.csv")] == ["Task-v0__ppo__1", "Task-v0__ppo__2"]
+    assert [x["flags"] for x in rows("theirs/runs.csv")] == ["", "--stop-at 9"]
+    assert in_this_process([*tool, "2", "--stop-at", "9"]).returncode == 0  # is there, and stays
+    refused = [
+        ([*tool, "2"], "2.csv.gz was made with --stop-at 9, not none: remove it first"),
+        ([*tool, "1", "--stop-at", "9"], "1.csv.gz was made with no flags, not --stop-at 9: remove it first"),
+        ([*tool, "4", "--stop-at", "1"], "Task-v0__ppo__4: no episode has ended, so there is"),
+        ([*tool, "1", "--scripts", "ppo_foo"], "cleanrl has no ppo_foo.py"),
+    ]
+    for command, words in refused:
+        done = in_this_process(command)
+        assert done.returncode == 2 and words in done.stderr
+    assert len(list(Path("theirs").glob("*.csv.gz"))) == 2
 
 
 def test_cleanrl_run_here_stands_beside_ours(monkeypatch):
@@ -835,6 +916,23 @@ def test_same_finds_what_trains_otherwise():
     logs = [same.logged(text, "ppo", flags) for text in (source, source, other)]
     assert logs[0] == logs[1] != logs[2] and logs[0].keys() == logs[2].keys()
     assert len(logs[0]["losses/policy_loss"]) == 2 and "charts/SPS" not in logs[0]
+
+
+def test_same_gives_a_study_the_script_of_the_commit():
+    """The study of staleness imports ppo_async: of the folder, not of this tree."""
+    with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:
+        said = []
+        patch.setattr(same, "fail", lambda message: (said.append(message), sys.exit(2)))
+        same.train(".", "raise SystemExit('the given source')", "ppo_async", ["--artificial-delay", "2"])
+    assert "the given source" in said[0]
+
+
+def test_same_leaves_out_what_no_commit_has(capsys):
+    """The script of impala_screen's first runs was changed in the tree."""
+    found = {(build, script) for build, script, _ in same.recorded(RESULTS)}
+    assert "left out, as its commit had another impala_vtrace.py: " in capsys.readouterr().out
+    changed = [x for x in rows(RESULTS / "impala_screen/runs.csv") if "impala_vtrace.py" in x["changed"]]
+    assert changed and not {(x["commit"], x["script"]) for x in changed} & found
 
 
 def test_same_takes_a_run_of_each_recorded_build():

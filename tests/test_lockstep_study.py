@@ -113,6 +113,17 @@ def test_differences_are_of_the_worst_iteration():
     assert worst == dict(rewards=0.125, advantages=0, logged=0, parameters=0.25)
 
 
+def test_what_is_not_a_number_does_not_agree():
+    numbers = dict(rewards=np.ones(2), advantages=np.ones(2), parameters=dict(w=np.ones(2)))
+    numbers["logged"] = dict.fromkeys(lockstep.TAGS, 1.0)
+    broken = numbers | dict(advantages=np.array([1, np.nan]), parameters=dict(w=np.full(2, np.nan)))
+    broken["logged"] = numbers["logged"] | {lockstep.TAGS[-1]: np.nan}
+    worst = lockstep.compare([numbers] * 3, [numbers, broken, numbers])
+    assert (
+        worst["rewards"] == 0 and np.isnan([worst[x] for x in ("advantages", "logged", "parameters")]).all()
+    )
+
+
 def test_a_folder_without_cleanrl_is_refused(tmp_path):
     command = [sys.executable, str(ROOT / "benchmark/studies/lockstep.py"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)

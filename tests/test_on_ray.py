@@ -35,6 +35,14 @@ def members(*fitness):
     return [on_ray.Member(x, dict(learning_rate=1e-3 * 2**k, ent_coef=0.01)) for k, x in enumerate(fitness)]
 
 
+@pytest.mark.parametrize("flags", ["--seed 7", "--total-timesteps 9", "--resume runs/NAME"])
+def test_flags_that_the_population_sets(flags, capsys):
+    args = on_ray.Population(script="ppo", flags=flags)
+    with pytest.raises(SystemExit, match="2"):
+        on_ray.run_population(args)
+    assert f"--flags: {flags.split()[0]} is not to be given among them" in capsys.readouterr().err
+
+
 def test_evolve_copies_only_what_is_more_than_5_percent_better():
     for fitness, copies in (
         ((100.0, 106.0), {0}),

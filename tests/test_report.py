@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -391,6 +392,51 @@ def test_pauses_evaluations_and_repetitions(monkeypatch, capsys):
     assert panel.get_title() == "eval/episodic_return" and panel.lines[-1].get_marker() == "."
 
 
+def test_seconds_of_a_csv_leave_out_pauses():
+    """A long iteration is one; what lies between a stop and a start, be it short, counts as nothing."""
+    folder = Path("runs/Task-v0__ppo__1__1")
+    for start, ticks in ((10_000, (10, 20, 3_000)), (13_040, (13_050, 13_060))):
+        with SummaryWriter(folder) as writer:
+            for now in ticks if start > 10_000 else [start + x for x in ticks]:
+                for tag in ("losses/value_loss", RETURN, "charts/episodic_length"):
+                    writer.add_scalar(tag, 5.0, now, walltime=now)
+        new = max(folder.glob("events*"), key=os.path.getctime)
+        new.rename(new.with_name(f"events.out.tfevents.{start}.host.1.0"))
+    export(folder, "run.csv")
+    assert [row["seconds"] for row in read_csv(Path("run.csv"))] == [
+        "0.00",
+        "10.00",
+        "2990.00",
+        "3000.00",
+        "3010.00",
+    ]
+
+
+def test_what_scripts_log_beyond_losses_and_charts_is_drawn():
+    tags = ("staleness/mean", "tasks/Pong", "policies/return_0", "curiosity/novelty", "replay/size")
+    write_run("runs/Task-v0__ppo__1__1", [(tag, k, 5.0) for tag in (RETURN, *tags) for k in (1, 2)])
+    run = report.read(Path("runs/Task-v0__ppo__1__1"))
+    panels = report.panels_of({"ppo": [run]}, RETURN, "std")
+    _, drawn = report.pictures(panels, ["ppo"])
+    assert {ax.get_title() for ax in drawn.axes if ax.lines} == {*tags}
+
+
+def test_runs_beside_results_are_shown(runs, monkeypatch):
+    """But not what run.py has not finished."""
+    shutil.copytree(runs, "mine/runs")
+    shutil.copytree(next(runs.iterdir()), "mine/suite/unfinished/NAME/runs/CartPole-v1__other__1__1")
+    folder = Path("mine/suite")
+    command = "python ppo.py --env-id Task-v0 --seed 1"
+    started = "2026-11-24T05:00:00+00:00"
+    row = f"Task-v0__ppo__1,ppo,Task-v0,1,250,250,200,1,{started},,,,1,,{command},"
+    folder.joinpath("runs.csv").write_text(f"{','.join(run.COLUMNS)}\n{row}\n")
+    folder.joinpath("Task-v0__ppo__1.csv").write_text("step,seconds,return,length\n100,60,5,7\n")
+    groups, notes = report.read_all((Path("mine"),), RETURN)
+    assert {*groups} == {"CartPole-v1", "Task-v0"} and not notes
+    shown = {x.folder.name for labels in groups.values() for found in labels.values() for x in found}
+    assert not any("other" in name for name in shown)
+
+
 def test_differing_flags():
     assert report.differing([dict(a="1", b="2"), dict(a="1", b="2", seed="3")]) == []
     assert report.differing([dict(a="1", b="2"), dict(a="2", b="3"), dict(a="2", b="3")]) == ["a", "b"]
@@ -409,8 +455,15 @@ def test_differing_flags():
             "--out: no/page must be a regular file or a new one, in a folder that exists",
         ),
         *(
-            ([*flags, "--wandb"], "--wandb compares .*; folders, --band and --figures are for the page")
-            for flags in (["runs"], ["--band", "ci"], ["--figures", "."])
+            (
+                [*flags, "--wandb"],
+                "--wandb compares .*; folders, --band, --figures and --out are for the page",
+            )
+            for flags in (["runs"], ["--band", "ci"], ["--figures", "."], ["--out", "page"])
+        ),
+        *(
+            ([".", *flags], "--project and --entity are of a W&B project: give --wandb, too")
+            for flags in (["--project", "mine"], ["--entity", "us"])
         ),
     ],
 )

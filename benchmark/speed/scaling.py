@@ -147,6 +147,8 @@ def main():
     args = tyro.cli(Args)
     if unknown := set(args.scripts) - {"ppo", "ppo_shared", "ppo_atari"}:
         fail(f"scaling.py times ppo, ppo_shared and ppo_atari, not {', '.join(sorted(unknown))}")
+    if args.rounds < 1:
+        fail("--rounds must be at least 1")
     if args.iterations < 2:
         fail("--iterations must be at least 2, of which the first is not timed")
     rows = [row for script in args.scripts for row in table(script, args)]

@@ -140,6 +140,8 @@ def main():
     scripts = [*TASKS] if args.all else [Path(name).stem for name in args.scripts]
     if unknown := set(scripts) - set(TASKS):
         fail(f"no script {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}")
+    if args.rounds < 1 or args.steps is not None and args.steps < 1:
+        fail("--rounds and --steps must be at least 1")
     if not scripts:
         fail(f"name scripts or give --all; there are {', '.join(TASKS)}")
     if set(scripts) - set(ALONE) and not importlib.util.find_spec("sb3_contrib"):

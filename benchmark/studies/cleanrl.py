@@ -10,10 +10,11 @@ Their files are run as they are, with their defaults, on a CPU, by one thread a 
 them today's gymnasium. ppo_one_network is their ppo.py changed by one_network.diff: an actor and a critic on
 one network, as in ppo_shared.py.
 
-benchmark/published/cleanrl/ gets a CSV a run with a row an episode, and runs.csv with a row a run: versions,
-machine, seconds and the file's fingerprint, as `git hash-object` prints it. A run that is there is not run
-again. One that is stopped begins anew, as CleanRL's scripts cannot resume. --stop-at ends runs early, on
-their full schedule. Their Atari scripts want opencv-python-headless.
+benchmark/published/cleanrl/ gets a CSV a run with a row an episode, and runs.csv with a row a run:
+versions, machine, seconds, the file's fingerprint, as `git hash-object` prints it, and the flags that
+shorten a run. A run that is there is not run again, and with other such flags it is refused. One that is
+stopped begins anew, as CleanRL's scripts cannot resume. --stop-at ends runs early, on their full schedule.
+Their Atari scripts want opencv-python-headless.
 """
 
 import csv
@@ -42,7 +43,8 @@ from benchmark.files import fail, read_csv, write_file  # noqa: E402
 from benchmark.run import blob, machine, seed_list  # noqa: E402
 
 STUDIES = ROOT / "benchmark/studies"
-COLUMNS = "run,script,env_id,seed,seconds,started,machine,versions,fingerprint".split(",")  # of runs.csv
+# of runs.csv
+COLUMNS = "run,script,env_id,seed,seconds,started,machine,versions,fingerprint,flags".split(",")
 EPISODE = re.compile(r"global_step=(\d+), episodic_return=\[?([-+.\de]+)")  # as their scripts print it
 
 
@@ -89,10 +91,15 @@ def play(command: list[str], stop_at: float, **options) -> list[tuple[int, float
 
 def train(args: Args, script: str, task: str, seed: int):
     name = f"{task}__{script}__{seed}"
-    path = args.results / f"{name}.csv.gz"
+    path, table = args.results / f"{name}.csv.gz", args.results / "runs.csv"
+    lengths = {"--total-timesteps": args.total_timesteps, "--stop-at": args.stop_at}
+    flags = " ".join(f"{flag} {x}" for flag, x in lengths.items() if x)
     if path.exists():
+        before = {run["run"]: run["flags"] for run in read_csv(table, COLUMNS)}.get(name, "unknown flags")
+        if before != flags:
+            fail(f"{path} was made with {before or 'no flags'}, not {flags or 'none'}: remove it first")
         return
-    row = dict(run=name, script=script, env_id=task, seed=seed)
+    row = dict(run=name, script=script, env_id=task, seed=seed, flags=flags)
     row["started"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory() as folder:  # they write runs/ where they are started
         file, start = source(args, script, Path(folder)), time.time()
@@ -102,9 +109,10 @@ def train(args: Args, script: str, task: str, seed: int):
         environment = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(args.folder.resolve()))
         episodes = play(command, args.stop_at or math.inf, cwd=folder, env=environment)
         row |= machine() | dict(seconds=round(time.time() - start), fingerprint=f"{script}.py {blob(file)}")
+    if not episodes:
+        fail(f"{name}: no episode has ended, so there is nothing to compare")
     text = "step,return\n" + "".join(f"{step},{x:.7g}\n" for step, x in episodes)
     with FileLock(args.results / "runs.csv.lock"):
-        table = args.results / "runs.csv"
         rows = {run["run"]: run for run in read_csv(table, COLUMNS)} if table.exists() else {}
         rows[name] = row
         content = io.StringIO()
@@ -119,6 +127,9 @@ def main():
     args = tyro.cli(Args, description=__doc__)
     if not (args.folder / "ppo.py").is_file():
         fail(f"{args.folder} is not the folder of CleanRL's scripts: it has no ppo.py")
+    for script in args.scripts:
+        if script != "ppo_one_network" and not (args.folder / f"{script}.py").is_file():
+            fail(f"{args.folder} has no {script}.py")
     args.results.mkdir(parents=True, exist_ok=True)
     runs = [(x, task, seed) for seed in seed_list(args.seeds) for x in args.scripts for task in args.tasks]
     with ThreadPoolExecutor(args.workers) as pool, tqdm(total=len(runs), unit="run") as bar:

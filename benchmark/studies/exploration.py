@@ -14,6 +14,7 @@ walls visits 29 cells, a uniform one 1.4.
 """
 
 import csv
+import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,7 +52,7 @@ HEAD = ["agent", "seed", "steps", "embedding", "episodes", "cells_mean", "cells_
 @dataclass
 class Args:
     runs: tyro.conf.Positional[tuple[str, ...]] = ()  # run folders of ngu_r2d2.py
-    episodes: int = 100  # of each agent
+    episodes: int = 100  # of each agent, or a few more: as many in each of 16 environments
     epsilon: float = 0.0  # share of random actions
     csv: Path | None = None  # file to append to
 
@@ -69,12 +70,15 @@ def of_run(run: str, episodes: int, epsilon: float) -> tuple[list, list[tuple[in
     ngu_r2d2.load_checkpoint(run, dict(agent=agent, curiosity=curiosity))
     actor = ngu_r2d2.Actor(replace(args, num_policies=1), envs, agent, curiosity)
     actor.reset(seed=10**6)
-    while len(found) < episodes:
+    left = np.full(16, math.ceil(episodes / 16))  # as many of each: the first to end are the short ones
+    while left.any():
         mazes = [env.unwrapped for env in envs.envs]
         before = [(maze.visited, maze.steps) for maze in mazes]
         arrival, _, _ = actor.step(np.full(16, epsilon), rng)
-        for (visited, steps), over in zip(before, arrival["ends"], strict=True):
-            found += [(len(visited), steps + 1)] if over else []
+        for n in (arrival["ends"] & (left > 0)).nonzero()[0]:
+            visited, steps = before[n]
+            found.append((len(visited), steps + 1))
+            left[n] -= 1
     what = "trained" if args.train_embedding else "untrained"
     return [Path(run).name, args.seed, checkpoint["iteration"] * args.batch_size, what], found
 

@@ -276,9 +276,9 @@ def compare(ours: list[dict], theirs: list[dict]) -> dict[str, float]:
     worst = dict.fromkeys(("rewards", "advantages", "logged", "parameters"), 0.0)
     for x, y in zip(ours, theirs, strict=True):
         found = {key: difference(x[key], y[key]) for key in ("rewards", "advantages")}
-        found["logged"] = max(difference(x["logged"][tag], y["logged"][tag]) for tag in TAGS)
-        found["parameters"] = max(difference(x["parameters"][k], y["parameters"][k]) for k in x["parameters"])
-        worst = {key: max(value, found[key]) for key, value in worst.items()}
+        for name, keys in (("logged", TAGS), ("parameters", x["parameters"])):
+            found[name] = np.max([difference(x[name][key], y[name][key]) for key in keys])
+        worst = {key: np.maximum(value, found[key]) for key, value in worst.items()}  # NaN stays NaN
     return worst
 
 
