@@ -683,7 +683,7 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
     # For speed, all parameters become views of flat, and their gradients views of flat.grad. From here on,
     # agent.to() or agent.zero_grad() would break it.
     flat = flatten(agent.parameters())
-    lr = torch.tensor(args.learning_rate, device=device)  # a tensor, or annealing would recompile
+    lr = torch.tensor(float(args.learning_rate), device=device)  # a tensor, or annealing would recompile
     if args.optimizer == "adam":
         optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True, capturable=True)
     else:
@@ -1072,10 +1072,17 @@ def check_game(args: Args, spec: gym.envs.registration.EnvSpec, video_dir: Path 
     """Fails for an Atari game that skips frames at random, and for videos without the package they need."""
     if spec.kwargs["frameskip"] not in (1, 4):
         fail(f"{spec.id} skips a random number of frames: take a NoFrameskip-v4 or an ALE/...-v5 id")
-    names = ("repeat_action_probability", "full_action_space", "max_num_frames_per_episode")
+    takes = {
+        "repeat_action_probability": ("from 0 to 1", lambda x: isinstance(x, int | float) and 0 <= x <= 1),
+        "full_action_space": ("true or false", lambda x: isinstance(x, bool)),
+        "max_num_frames_per_episode": ("an integer above 0", lambda x: isinstance(x, int) and x > 0),
+    }
     for name, x in json.loads(args.env_kwargs).items():
-        if name not in names or not isinstance(x, int | float):
-            fail(f"--env-kwargs: games take numbers for {', '.join(names)}, not {name}: {x}")
+        if name not in takes:
+            fail(f"--env-kwargs: games take {', '.join(takes)}, not {name}")
+        what, is_right = takes[name]
+        if not is_right(x):
+            fail(f"--env-kwargs: {name} must be {what}, not {x}")
     if video_dir and not find_spec("moviepy"):
         fail("--capture-video: pip install moviepy")
 

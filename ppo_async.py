@@ -555,7 +555,7 @@ def learn(actors: list[list[Group]], exchange: Exchange, args: Args) -> Path:
     # and to clip_grad_norm_(), call the optimizer's zero_grad(), and average gradients over the processes.
     flat = flatten(agent.parameters())
     # Tensors, filled anew in each iteration, as --compile would recompile for each new number.
-    lr, clip = (torch.tensor(x, device=device) for x in (args.learning_rate, args.clip_coef))
+    lr, clip = (torch.tensor(float(x), device=device) for x in (args.learning_rate, args.clip_coef))
     optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True)  # detail 3: epsilon
     run = Run(args, dict(version=0), agent=agent, optimizer=optimizer)  # folder, logs, checkpoints
     optimizer.param_groups[0]["lr"] = lr  # --resume loads a copy, which lr.fill_() would not reach
@@ -953,10 +953,17 @@ def check_game(args: Args, spec: gym.envs.registration.EnvSpec, video_dir: Path 
     """Fails for an Atari game that skips frames at random, and for videos without the package they need."""
     if spec.kwargs["frameskip"] not in (1, 4):
         fail(f"{spec.id} skips a random number of frames: take a NoFrameskip-v4 or an ALE/...-v5 id")
-    names = ("repeat_action_probability", "full_action_space", "max_num_frames_per_episode")
+    takes = {
+        "repeat_action_probability": ("from 0 to 1", lambda x: isinstance(x, int | float) and 0 <= x <= 1),
+        "full_action_space": ("true or false", lambda x: isinstance(x, bool)),
+        "max_num_frames_per_episode": ("an integer above 0", lambda x: isinstance(x, int) and x > 0),
+    }
     for name, x in json.loads(args.env_kwargs).items():
-        if name not in names or not isinstance(x, int | float):
-            fail(f"--env-kwargs: games take numbers for {', '.join(names)}, not {name}: {x}")
+        if name not in takes:
+            fail(f"--env-kwargs: games take {', '.join(takes)}, not {name}")
+        what, is_right = takes[name]
+        if not is_right(x):
+            fail(f"--env-kwargs: {name} must be {what}, not {x}")
     if video_dir and not find_spec("moviepy"):
         fail("--capture-video: pip install moviepy")
 

@@ -112,6 +112,8 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.games = [AtariVectorEnv(**kwargs) for _ in range(num_envs)]  # detail 18: 84 x 84 grey pixels
         self.num_envs, self.single_action_space = num_envs, self.games[0].single_action_space
         self.single_observation_space = gym.spaces.Box(0, 255, (frames, 84, 84), np.uint8)
+        _, info = AtariVectorEnv(**kwargs | dict(noop_max=1)).reset()  # without no-ops
+        self.frames_before = info["episode_frame_number"][0]  # some games play a few by themselves
         buttons = self.games[0].ale.get_action_set()
         if buttons[0] != ale_py.Action.NOOP:
             fail(f"{spec['game']} has no no-op, with which openai/baselines begins an episode")
@@ -128,6 +130,7 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.over, self.ended = np.zeros((2, self.num_envs), bool)
         if self.camera:
             self.camera.reset(seed=seed)
+            self.video = []
         frames = {n: self._first_frame(n, *game.reset(seed=seed + n)) for n, game in enumerate(self.games)}
         self._begin_episodes(frames)
         return self.stacks.copy(), {}
@@ -188,7 +191,8 @@ class AtariEnvs(gym.vector.VectorEnv):
 
     def _first_frame(self, n: int, frames: np.ndarray, info: dict) -> np.ndarray:
         """First frame of a game that was just reset."""
-        while info["episode_frame_number"][0] == 0:  # detail 14: 1 to 30 no-ops, where emulators draw 0 to 30
+        # detail 14: 1 to 30 no-ops, where emulators draw 0 to 30
+        while info["episode_frame_number"][0] == self.frames_before:
             frames, info = self.games[n].reset()
             if self.camera:
                 self.camera.reset()
@@ -340,7 +344,7 @@ def train(args: Args) -> Path:
     # and to clip_grad_norm_(), call the optimizer's zero_grad(), and average gradients over the processes.
     flat = flatten(agent.parameters())
     # Tensors, filled anew in each iteration, as --compile would recompile for each new number.
-    lr, clip = (torch.tensor(x, device=device) for x in (args.learning_rate, args.clip_coef))
+    lr, clip = (torch.tensor(float(x), device=device) for x in (args.learning_rate, args.clip_coef))
     optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True, capturable=True)  # detail 3: epsilon
     run = Run(args, agent=agent, optimizer=optimizer)  # folder, logs, checkpoints; --resume loads both
     optimizer.param_groups[0]["lr"] = lr  # --resume loads a copy, which lr.fill_() would not reach
@@ -705,10 +709,17 @@ def check_game(args: Args, spec: gym.envs.registration.EnvSpec):
         fail(f"{spec.id} is no Atari game: try ppo.py")
     if spec.kwargs["frameskip"] not in (1, 4):
         fail(f"{spec.id} skips a random number of frames: take a NoFrameskip-v4 or an ALE/...-v5 id")
-    names = ("repeat_action_probability", "full_action_space", "max_num_frames_per_episode")
+    takes = {
+        "repeat_action_probability": ("from 0 to 1", lambda x: isinstance(x, int | float) and 0 <= x <= 1),
+        "full_action_space": ("true or false", lambda x: isinstance(x, bool)),
+        "max_num_frames_per_episode": ("an integer above 0", lambda x: isinstance(x, int) and x > 0),
+    }
     for name, x in json.loads(args.env_kwargs).items():
-        if name not in names or not isinstance(x, int | float):
-            fail(f"--env-kwargs: games take numbers for {', '.join(names)}, not {name}: {x}")
+        if name not in takes:
+            fail(f"--env-kwargs: games take {', '.join(takes)}, not {name}")
+        what, is_right = takes[name]
+        if not is_right(x):
+            fail(f"--env-kwargs: {name} must be {what}, not {x}")
 
 
 def compiled(function: Callable, args: Args) -> Callable:

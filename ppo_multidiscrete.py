@@ -200,8 +200,10 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
 def offered_masks(args: Args, envs: gym.vector.VectorEnv, info: dict) -> Tensor:
     """Masks of valid actions, (N, S) or (N, nvec[0], 1 + S - nvec[0]); all True where none is offered."""
     if args.mask_actions and "action_mask" in info:
-        masks = np.stack(info["action_mask"]).astype(bool)
-        masks[~info["_action_mask"]] = True
+        offers = info["_action_mask"]
+        offered = np.stack(info["action_mask"][offers]).astype(bool)
+        masks = np.ones((envs.num_envs, *offered.shape[1:]), bool)
+        masks[offers] = offered
     else:
         masks = np.ones((envs.num_envs, envs.single_action_space.nvec.sum()), bool)
     return torch.as_tensor(masks, device=args.device)
@@ -367,7 +369,7 @@ def train(args: Args) -> Path:
     # and to clip_grad_norm_(), call the optimizer's zero_grad(), and average gradients over the processes.
     flat = flatten(agent.parameters())
     # Tensors, filled anew in each iteration, as --compile would recompile for each new number.
-    lr, clip = (torch.tensor(x, device=device) for x in (args.learning_rate, args.clip_coef))
+    lr, clip = (torch.tensor(float(x), device=device) for x in (args.learning_rate, args.clip_coef))
     optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True, capturable=True)  # detail 3: epsilon
     run = Run(args, agent=agent, optimizer=optimizer)  # folder, logs, checkpoints; --resume loads both
     optimizer.param_groups[0]["lr"] = lr  # --resume loads a copy, which lr.fill_() would not reach

@@ -229,7 +229,7 @@ def train(args: Args) -> Path:
     # and to clip_grad_norm_(), call the optimizer's zero_grad(), and average gradients over the processes.
     flat = flatten(agent.parameters())
     # Tensors, filled anew in each iteration, as --compile would recompile for each new number.
-    lr, clip = (torch.tensor(x, device=device) for x in (args.learning_rate, args.clip_coef))
+    lr, clip = (torch.tensor(float(x), device=device) for x in (args.learning_rate, args.clip_coef))
     optimizer = torch.optim.Adam([flat], lr=lr, eps=1e-5, fused=True, capturable=True)  # detail 3: epsilon
     run = Run(args, agent=agent, optimizer=optimizer)  # folder, logs, checkpoints; --resume loads both
     optimizer.param_groups[0]["lr"] = lr  # --resume loads a copy, which lr.fill_() would not reach

@@ -159,14 +159,23 @@ def test_arguments_of_a_game(name, monkeypatch, capsys):
     script.make_env(*first, args, 1).close()
     for kw in made:
         assert kw["repeat_action_probability"] == 0.5 and kw["max_num_frames_per_episode"] == 400
-    for text in ('{"frameskip": 2}', '{"repeat_action_probability": "often"}', '{"size": 3}'):
+    wrong = {
+        '{"frameskip": 2}': "games take repeat_action_probability, .*, not frameskip",
+        '{"size": 3}': "games take repeat_action_probability, .*, not size",
+        '{"repeat_action_probability": "often"}': "repeat_action_probability must be from 0 to 1, not often",
+        '{"repeat_action_probability": 3}': "repeat_action_probability must be from 0 to 1, not 3",
+        '{"max_num_frames_per_episode": 0}': "max_num_frames_per_episode must be an integer above 0, not 0",
+        '{"max_num_frames_per_episode": 9.5}': "max_num_frames_per_episode must be an integer above 0, not",
+        '{"full_action_space": 0.5}': "full_action_space",
+    }
+    for text, said in wrong.items():
         words = mistake(
             script,
             *("--env-id", "PongNoFrameskip-v4", "--env-kwargs", text),
             monkeypatch=monkeypatch,
             capsys=capsys,
         )
-        assert "games take numbers for repeat_action_probability" in words
+        assert re.search(f"error: --env-kwargs: .*{said}", words)
 
 
 @pytest.mark.parametrize("env_id", [":CartPole-v1", "a:b:CartPole-v1", "os:"])

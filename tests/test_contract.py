@@ -755,6 +755,27 @@ def test_a_float_may_be_given_as_an_integer(script):
     assert script.Args(learning_rate=0).learning_rate == 0
 
 
+@pytest.mark.parametrize("number", [1, 1.0])
+def test_an_integer_is_annealed_as_a_float(script, number, monkeypatch):
+    """A tensor of integers would cut 0.5 to 0."""
+    seen, fill_ = [], torch.Tensor.fill_
+
+    def spy(tensor, x):
+        fill_(tensor, x)
+        seen.append(tensor.item())
+        return tensor
+
+    flags = dict(learning_rate=number, total_timesteps=128)
+    names = [name for name in ("clip_coef", "anneal_clip") if hasattr(script.Args, name)]
+    flags |= dict.fromkeys(names, number)
+    if not hasattr(script.Args, "anneal_lr"):
+        pytest.skip("anneals nothing")
+    args = small_args(script, **flags)
+    monkeypatch.setattr(torch.Tensor, "fill_", spy)
+    script.train(args)
+    assert {1 - k / args.num_iterations for k in range(2)} <= {*seen} and args.num_iterations > 1
+
+
 def test_crash_in_an_environment_is_shown_and_ends_the_run(vector_script):
     with pytest.raises(ZeroDivisionError, match="the environment's own mistake"):
         vector_script.train(small_args(vector_script, env_id="Crash-v0"))

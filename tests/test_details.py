@@ -368,8 +368,8 @@ def test_detail_13_separate_and_shared_networks():
         assert torch.equal(before, agent(obs)[0].logprobs) != shared
 
 
-def game_starts(seed):
-    envs = games("BreakoutNoFrameskip-v4", 1)
+def game_starts(seed, game="Breakout"):
+    envs = games(f"{game}NoFrameskip-v4", 1)
     envs.first_actions, counts = (), []
     envs.reset(seed=seed)
     for _ in range(240):
@@ -383,6 +383,10 @@ def test_detail_14_one_to_thirty_noops():
     counts = game_starts(seed=1)
     assert set(counts) == set(range(1, 31))
     assert counts == game_starts(seed=1) and counts != game_starts(seed=2)
+    own = {"YarsRevenge": 7, "Pooyan": 1}  # frames that the game plays by itself before the first no-op
+    for game, before in own.items():
+        counts = game_starts(seed=1, game=game)
+        assert {min(counts), max(counts)} == {before + 1, before + 30}
 
 
 def test_detail_15_max_of_the_last_two_of_four_frames():

@@ -116,6 +116,18 @@ def test_environments_that_offer_no_mask_call_everything_valid(monkeypatch):
     assert 20 < starts.sum() < 200 and masks[starts].all() and not masks[~starts].all(1).any()
 
 
+def test_masks_may_be_lists():
+    """gymnasium puts them into an array of objects, with None where none is offered."""
+    args = small_args(ppo_multidiscrete, env_id="Masked-v0", normalize=False)
+    envs = ppo_multidiscrete.make_env(args, 2)
+    offered, mask = np.array([None, None]), probes.Masked.mask(1).tolist()
+    offered[1] = mask
+    info = dict(action_mask=offered, _action_mask=np.array([False, True]))
+    assert ppo_multidiscrete.offered_masks(args, envs, info).tolist() == [[True] * 5, mask]
+    offered[0], info["_action_mask"][0] = mask[::-1], True
+    assert ppo_multidiscrete.offered_masks(args, envs, info).tolist() == [mask[::-1], mask]
+
+
 def test_two_bins_are_the_bounds():
     envs = ppo_multidiscrete.make_env(small_args(ppo_multidiscrete, env_id="Pendulum-v1", num_bins=2), 2)
     taken, step = [], envs.unwrapped.step

@@ -3,8 +3,10 @@
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import scalars, small_args
@@ -51,6 +53,19 @@ def test_a_diff_applies_and_trains(part):
         part == "A bonus on the reward"
     ):  # the value is that of the bonus, too; the return that is logged is not
         assert max(x for _, x in scalars(run_dir, "charts/episodic_return")) <= 1
+
+
+def test_the_bonus_is_of_the_place_where_a_step_led_to():
+    """At the end of an episode, that is not where the next one begins."""
+    lines = [
+        line[1:].strip() for line in PARTS["A bonus on the reward"].splitlines() if line.startswith("+   ")
+    ]
+    reached = [np.array([0.3]), np.array([1.0])]
+    names = dict(np=np, t=0, visits=Counter([(0.3,)] * 3), rewards=np.zeros((1, 2)))
+    names |= dict(next_obs=np.array([[0.3], [0.0]]), dones=np.array([[0, 1]]), info=dict(final_obs=reached))
+    exec("\n".join(line for line in lines if line != "visits = Counter()"), names)
+    assert names["visits"] == {(0.3,): 4, (1.0,): 1}
+    np.testing.assert_allclose(names["rewards"], [[0.05, 0.1]])
 
 
 def test_there_are_five_changes_and_a_notebook():
