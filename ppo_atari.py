@@ -112,8 +112,7 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.games = [AtariVectorEnv(**kwargs) for _ in range(num_envs)]  # detail 18: 84 x 84 grey pixels
         self.num_envs, self.single_action_space = num_envs, self.games[0].single_action_space
         self.single_observation_space = gym.spaces.Box(0, 255, (frames, 84, 84), np.uint8)
-        _, info = AtariVectorEnv(**kwargs | dict(noop_max=1)).reset()  # without no-ops
-        self.frames_before = info["episode_frame_number"][0]  # some games play a few by themselves
+        self.without_noops = AtariVectorEnv(**kwargs | dict(noop_max=1))
         buttons = self.games[0].ale.get_action_set()
         if buttons[0] != ale_py.Action.NOOP:
             fail(f"{spec['game']} has no no-op, with which openai/baselines begins an episode")
@@ -128,6 +127,8 @@ class AtariEnvs(gym.vector.VectorEnv):
 
     def reset(self, *, seed: int, options: dict | None = None) -> tuple[np.ndarray, dict]:
         self.over, self.ended = np.zeros((2, self.num_envs), bool)
+        _, info = self.without_noops.reset()
+        self.frames_before = info["episode_frame_number"][0]  # that some games play by themselves
         if self.camera:
             self.camera.reset(seed=seed)
             self.video = []
