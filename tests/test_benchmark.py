@@ -1704,6 +1704,26 @@ def test_hours_to_a_score():
     assert shown[2:] == lines
 
 
+def test_a_run_that_was_run_again_is_the_same():
+    """METHODS.md: by a later build, in each episode."""
+    name = "BreakoutNoFrameskip-v4__ppo_atari__1"
+    first, again = (read_csv(csv_path(RESULTS / suite, name)) for suite in ("atari", "atari_again"))
+    for x, y in zip(first, again, strict=False):
+        assert [x[key] for key in ("step", "return", "length")] == [
+            y[key] for key in ("step", "return", "length")
+        ]
+    rows = [read_table(RESULTS / suite / "runs.csv")[name] for suite in ("atari", "atari_again")]
+    assert rows[0]["fingerprint"] != rows[1]["fingerprint"] and rows[0]["commit"] != rows[1]["commit"]
+    assert rows[0]["machine"] == rows[1]["machine"] and "Intel(R) Xeon" in rows[0]["machine"]
+    begun = [datetime.fromisoformat(row["started"].split(" | ")[0]).date() for row in rows]
+    assert (begun[1] - begun[0]).days == 5
+    page = " ".join((ROOT / "benchmark/METHODS.md").read_text(encoding="utf-8").split())
+    assert f"in {int(rows[1]['steps']) / 1e6:.2f}M steps, all {len(again):,} episodes have the step" in page
+    then = float(first[len(again) - 1]["seconds"]) / 3600
+    hours = f"{float(again[-1]['seconds']) / 3600:.1f} hours where the first run had taken {then:.1f}, with"
+    assert hours in page
+
+
 def test_hours_that_are_missing():
     """The table of docs/atari.md has each game that is short of its schedule, and its hours by runs.csv."""
     page, lines = (ROOT / "docs/atari.md").read_text(encoding="utf-8"), []
