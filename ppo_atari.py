@@ -112,7 +112,7 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.games = [AtariVectorEnv(**kwargs) for _ in range(num_envs)]  # detail 18: 84 x 84 grey pixels
         self.num_envs, self.single_action_space = num_envs, self.games[0].single_action_space
         self.single_observation_space = gym.spaces.Box(0, 255, (frames, 84, 84), np.uint8)
-        self.without_noops = AtariVectorEnv(**kwargs | dict(noop_max=1))
+        self.without_noops = AtariVectorEnv(**kwargs | dict(noop_max=1))  # is reset once, and never played
         buttons = self.games[0].ale.get_action_set()
         if buttons[0] != ale_py.Action.NOOP:
             fail(f"{spec['game']} has no no-op, with which openai/baselines begins an episode")

@@ -245,7 +245,9 @@ def play(script, tapes, env_id):
     own = PLAYERS[script]
     noops = {game.frames - (not own["first"]) for tape in tapes for game in tape if game.actions}
     assert len(noops) >= 3 and noops <= set(range(1 if own["first"] else 0, 31))
-    played = [tape for tape in tapes if any(game.actions for game in tape)]  # one says what no no-ops are
+    played = [tape for tape in tapes if any(game.actions for game in tape)]
+    # one is never played: it says where a game without no-ops begins
+    assert len(tapes) - len(played) == bool(own["first"])
     return [emulators.play(tape, env_id, all_actions=script is ngu_r2d2, **own) for tape in played]
 
 
