@@ -187,10 +187,13 @@ class Record:
 
     weights: those before each gradient step and after the last, dictionaries of float64 arrays.
     inputs: what the agent read in each gradient step. began: steps begun in each environment by then.
+    decisions: what its convolutional network decided in each gradient step, as reference.decoupled.Decisions
+    takes it.
     """
 
     def __init__(self, script, args, monkeypatch, calls=(), head=200):
         self.weights, self.prints, self.inputs, self.began, self.learner = [], [], [], [], None
+        self.decisions = []
         self.head = head  # times the policy's last weights: else all policies are nearly uniform
         self.calls = {name: [] for name in calls}  # of functions of the script: arguments and results
         self.traces = Wander.everyone = []
@@ -211,6 +214,16 @@ class Record:
     def recorded(self, Agent):
         record = self
 
+        def decide(module, inputs, output):
+            if not torch.is_grad_enabled():
+                return
+            if isinstance(module, torch.nn.ReLU):
+                record.decisions[-1].append(output.detach() > 0)
+            else:
+                sizes = module.kernel_size, module.stride, module.padding
+                _, taken = torch.nn.MaxPool2d(*sizes, return_indices=True)(inputs[0].detach())
+                record.decisions[-1].append(taken)
+
         class Recorded(Agent):
             def __init__(self, *args):
                 super().__init__(*args)
@@ -218,11 +231,15 @@ class Record:
                 head = [x for x in self.actor.modules() if isinstance(x, torch.nn.Linear)][-1]
                 with torch.no_grad():
                     head.weight *= record.head
+                for module in self.network.modules():
+                    if isinstance(module, torch.nn.ReLU | torch.nn.MaxPool2d):
+                        module.register_forward_hook(decide)
 
             def forward(self, *inputs):
                 if torch.is_grad_enabled():
                     record.snapshot(self)
                     record.inputs.append(copied(inputs))
+                    record.decisions.append([])
                     record.began.append([len(trace.actions) for trace in record.traces])
                 else:
                     obs = inputs[0]["obs"] if isinstance(inputs[0], dict) else inputs[0]

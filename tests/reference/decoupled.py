@@ -48,25 +48,53 @@ def perceptron(layers, x, last_is_tanh=True):
     return x
 
 
-def convolve(layers, obs, strides):
+class Decisions:
+    """ReLU and pooling, which decide as the script did, if that is given, where a decision is close.
+
+    Of the millions of an update, some are so close that float32 and float64 differ, and each of them moves
+    the gradient: by up to 7 % of an update's change in one array, and Adam's moments remember it.
+    """
+
+    def __init__(self, made=None):
+        """made: where each ReLU lets through, and which pixel each pooling takes, in their order."""
+        self.made = None if made is None else iter(made)
+
+    def relu(self, x):
+        if self.made is None:
+            return x.relu()
+        passes = next(self.made)
+        assert (x[(x > 0) != passes].abs() < 1e-5).all(), "a ReLU decided otherwise, and it was not close"
+        return x * passes
+
+    def pool(self, x):
+        highest = F.max_pool2d(x, 3, stride=2, padding=1)
+        if self.made is None:
+            return highest
+        taken = next(self.made)
+        pooled = x.flatten(2).gather(2, taken.flatten(2)).view_as(taken)
+        assert (highest - pooled < 1e-5).all(), "pooling took another pixel, and it was not close"
+        return pooled
+
+
+def convolve(layers, obs, strides, made=None):
     """Convolutions with ReLU after each, then one full layer with ReLU; of images of bytes (n, C, H, W)."""
-    x = torch.tensor(obs / 255.0)
+    x, decide = torch.tensor(obs / 255.0), Decisions(made)
     for (weight, bias), stride in zip(layers[:-1], strides, strict=True):
-        x = F.conv2d(x, weight, bias, stride=stride).relu()
+        x = decide.relu(F.conv2d(x, weight, bias, stride=stride))
     weight, bias = layers[-1]
-    return (x.flatten(1) @ weight.T + bias).relu()
+    return decide.relu(x.flatten(1) @ weight.T + bias)
 
 
-def residual_network(layers, obs):
+def residual_network(layers, obs, made=None):
     """Three times: convolution, pooling, two residual blocks of two convolutions. Figure 3, right."""
-    x, layers = torch.tensor(obs / 255.0), iter(layers)
+    x, layers, decide = torch.tensor(obs / 255.0), iter(layers), Decisions(made)
     for _ in range(3):
-        x = F.max_pool2d(F.conv2d(x, *next(layers), padding=1), 3, stride=2, padding=1)
+        x = decide.pool(F.conv2d(x, *next(layers), padding=1))
         for _ in range(2):
-            inner = F.conv2d(x.relu(), *next(layers), padding=1)
-            x = x + F.conv2d(inner.relu(), *next(layers), padding=1)
+            inner = F.conv2d(decide.relu(x), *next(layers), padding=1)
+            x = x + F.conv2d(decide.relu(inner), *next(layers), padding=1)
     weight, bias = next(layers)
-    return (x.relu().flatten(1) @ weight.T + bias).relu()
+    return decide.relu(decide.relu(x).flatten(1) @ weight.T + bias)
 
 
 class InTurn:

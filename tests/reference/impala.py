@@ -38,16 +38,19 @@ class Impala:
             return trace.obs[0], 0, 0.0, True
         return trace.obs[t], trace.actions[t - 1], trace.rewards[t - 1], ended(trace, t - 1)
 
-    def look(self, weights, row, state):
-        """Log-probabilities of all actions, the value, and the state after the row."""
+    def look(self, weights, row, state, made=None):
+        """Log-probabilities of all actions, the value, and the state after the row.
+
+        made: the script's Decisions, of one row.
+        """
         obs, last_action, last_reward, begins = row
         network = layers(weights, "network")
         if obs.ndim == 1:
             x = perceptron(network, torch.tensor(obs.astype(np.float64)))
         elif self.args.network == "deep":
-            x = residual_network(network, obs[None])[0]
+            x = residual_network(network, obs[None], made)[0]
         else:
-            x = convolve(network, obs[None], (4, 2))[0]
+            x = convolve(network, obs[None], (4, 2), made)[0]
         if self.args.lstm:
             one_hot = [float(a == last_action) for a in range(len(weights["actor.bias"]))]
             clipped = min(1.0, max(-1.0, last_reward))
@@ -81,12 +84,16 @@ class Impala:
     def reward(self, raw):
         return min(1.0, max(-1.0, raw)) if self.args.rewards == "clip" else raw
 
-    def trajectory(self, weights, segment):
-        """Of the T steps: log-probabilities of all actions, rewards, discounts; and T + 1 values."""
+    def trajectory(self, weights, segment, made):
+        """Of the T steps: log-probabilities of all actions, rewards, discounts; and T + 1 values.
+
+        made: the script's Decisions, each of T + 1 rows.
+        """
         trace, state = segment.trace, segment.state
         logprobs, values, rewards, discounts = [], [], [], []
         for t in range(segment.begin, segment.begin + self.args.num_steps + 1):
-            logprob, value, state = self.look(weights, self.row(trace, t), state)
+            of_row = [x[len(values)][None] for x in made]
+            logprob, value, state = self.look(weights, self.row(trace, t), state, of_row)
             values.append(value)
             if t == segment.begin + self.args.num_steps:
                 return logprobs, rewards, discounts, values
@@ -122,13 +129,17 @@ class Impala:
             advantages = [min(args.rho_bar, x) * a for x, a in zip(ratios, advantages, strict=True)]
         return vs[:T], advantages
 
-    def learn(self, segments):
-        """An update on segments. Returns what is logged, by name, and the targets of each segment."""
+    def learn(self, segments, made):
+        """An update on segments. Returns what is logged, by name, and the targets of each segment.
+
+        made: the script's Decisions, each of the T + 1 rows of all segments, (T + 1) * B.
+        """
         args, weights = self.args, leaves(self.weights[-1])
         policy_loss = value_loss = entropy = 0.0
         all_ratios, all_targets = [], []
-        for segment in segments:
-            logprobs, rewards, discounts, values = self.trajectory(weights, segment)
+        for b, segment in enumerate(segments):
+            of_segment = [x[b :: len(segments)] for x in made]
+            logprobs, rewards, discounts, values = self.trajectory(weights, segment, of_segment)
             taken = segment.trace.actions[segment.begin : segment.begin + args.num_steps]
             behavior = [segment.logprobs[t][a].item() for t, a in enumerate(taken)]
             ratios = [np.exp(logprobs[t][a].item() - behavior[t]) for t, a in enumerate(taken)]

@@ -34,12 +34,12 @@ class OffPolicyPPO:
         """Updates that took place."""
         return len(self.versions) - 1
 
-    def look(self, weights, observations):
-        """(log-probabilities of all actions, value) of each observation."""
+    def look(self, weights, observations, made=None):
+        """(log-probabilities of all actions, value) of each observation. made: the script's Decisions."""
         obs = np.stack(observations)
         x = torch.tensor(obs.astype(np.float64))
         if obs.ndim > 2:
-            x = convolve(layers(weights, "network"), obs, (4, 2, 1))
+            x = convolve(layers(weights, "network"), obs, (4, 2, 1), made)
         logits = perceptron(layers(weights, "actor"), x, last_is_tanh=False)
         values = perceptron(layers(weights, "critic"), x, last_is_tanh=False)
         return [(z - z.exp().sum().log(), v) for z, v in zip(logits, values[:, 0], strict=True)]
@@ -105,8 +105,10 @@ class OffPolicyPPO:
                 )
         return found
 
-    def learn(self, samples, minibatches):
+    def learn(self, samples, minibatches, decisions):
         """Passes over the samples. minibatches: an iterator over lists of the names of samples, in order.
+
+        decisions: an iterator over what the script decided in each minibatch (Decisions).
 
         Returns what is logged, and the names that each pass took.
         """
@@ -117,7 +119,7 @@ class OffPolicyPPO:
             passes.append([next(minibatches) for _ in range(args.num_minibatches)])
             for names in passes[-1]:
                 minibatch = [samples[name] for name in names]
-                losses, outside = self.step(minibatch, clip)
+                losses, outside = self.step(minibatch, clip, next(decisions))
                 ages += [sample["staleness"] for sample in minibatch]
                 clipped += outside
             if args.target_kl is not None and losses["losses/approx_kl"] > args.target_kl:
@@ -135,7 +137,7 @@ class OffPolicyPPO:
         losses["charts/sample_reuse"] = len(ages) / (args.batch_segments * args.num_steps)
         return losses, passes
 
-    def step(self, minibatch, clip):
+    def step(self, minibatch, clip, made):
         """A gradient step. Returns the losses and whether each sample was outside of the clip range."""
         args, weights, size = self.args, leaves(self.weights[-1]), len(minibatch)
         advantages = np.array([sample["advantage"] for sample in minibatch])
@@ -143,7 +145,7 @@ class OffPolicyPPO:
             advantages = (advantages - advantages.mean()) / (advantages.std(ddof=1) + 1e-8)
         policy_loss = value_loss = entropy = old_kl = kl = behavior_kl = 0.0
         outside = []
-        looks = self.look(weights, [sample["obs"] for sample in minibatch])
+        looks = self.look(weights, [sample["obs"] for sample in minibatch], made)
         for sample, advantage, (logprobs, value) in zip(minibatch, advantages, looks, strict=True):
             center = sample["recent"] if args.decoupled else sample["logprob"]
             weight = np.exp(center - sample["logprob"])  # from the policy that acted to the clip's center
