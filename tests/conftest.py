@@ -1,7 +1,8 @@
 import os
 import re
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as cores run tests, each with one thread
+# Three processes run tests on two cores, each with one thread, as a fifth of the time two would wait.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import time
 

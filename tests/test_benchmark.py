@@ -1075,14 +1075,17 @@ def test_sentences_on_cleanrls_runs_on_mujoco():
     assert f"{said}others is *open*, and together they match." in results
     said = "**As good as CleanRL**, by ten runs of each here: `ppo` on CartPole and Acrobot, `ppo_shared` on "
     said += (
-        "CartPole, `ppo_continuous` on both pendulums, Reacher and all eight MuJoCo tasks together; each of "
+        "CartPole, `ppo_continuous` on both pendulums, Reacher and all eight MuJoCo tasks together. *Open*: "
     )
-    assert f"{said}the other five is *open*." in readme
+    assert f"{said}the other five, and `ppo_shared` on Acrobot." in readme
     last = {row.task: compare.said(compare.first_ratio(row, result)).split()[-1] for row, result in rows}
     for script, task in (("ppo", "CartPole-v1"), ("ppo", "Acrobot-v1"), ("ppo_shared", "CartPole-v1")):
         ours = found("classic", task, script=script)
         assert len(ours.seeds) == len(compare.run_here(script, task).seeds) == 10
         assert compare.said(compare.first_ratio(ours.row, ours)).endswith(" matches")
+    ours = found("classic", "Acrobot-v1", script="ppo_shared")
+    assert len(ours.seeds) == len(compare.run_here("ppo_shared", "Acrobot-v1").seeds) == 10
+    assert compare.said(compare.first_ratio(ours.row, ours)).endswith(" open")
     match = ["InvertedPendulum-v4", "InvertedDoublePendulum-v4", "Reacher-v4"]
     assert [last.pop(task) for task in match] == ["matches"] * 3 and [*last.values()] == ["open"] * 5
     pendulum = theirs["InvertedPendulum-v4"]
@@ -1187,6 +1190,27 @@ def found(suite, task, label="", script=None):
     kept = [row for row in SUITES[suite] if (row.task, row.label) == (task, label)]
     (row,) = [row for row in kept if script in (None, row.script)]
     return compare.load(suite, row, compare.Args())
+
+
+def test_one_network_beside_two():
+    """Ours and CleanRL's, in the words of RESULTS.md; and that no run reaches MountainCar's flag."""
+
+    def both(script, task):
+        ours, theirs = found("classic", task, script=script), compare.run_here(script, task)
+        assert len(ours.seeds) == 10 and len(theirs.seeds) == (3 if task == "MountainCar-v0" else 10)
+        return ours, theirs
+
+    page = " ".join((ROOT / "benchmark/RESULTS.md").read_text(encoding="utf-8").split())
+    for task in ("Acrobot", "CartPole"):
+        means = []
+        for script in ("ppo_shared", "ppo"):
+            ours, _ = both(script, f"{task}-v1")
+            beside, _ = compare.run_beside(ours.row, ours)
+            means += map(compare.number, (ours.at(ours.reached).mean(), beside.mean))
+        assert "{} and {} on {}, where two have {} and {}".format(*means[:2], task, *means[2:]) in page
+    for script in ("ppo", "ppo_shared"):
+        for runs in both(script, "MountainCar-v0"):
+            assert all((episodes[:, 1] == -200).all() for episodes in runs.seeds.values())
 
 
 def test_numbers_that_stand_in_no_table():
