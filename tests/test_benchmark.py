@@ -1748,6 +1748,34 @@ def test_a_run_that_was_run_again_is_the_same():
     assert hours in page
 
 
+def test_one_seed_with_two_numbers_of_threads():
+    """METHODS.md and RESULTS.md: both runs of BeamRider, of which the longer one is the row."""
+    name, ran = "BeamRiderNoFrameskip-v4__ppo_atari__1", []
+    for suite in ("atari", "atari_again"):
+        row = read_table(RESULTS / suite / "runs.csv")[name]
+        episodes = read_csv(csv_path(RESULTS / suite, name))
+        before = [float(x["return"]) for x in episodes if int(x["step"]) <= 2_000_000]
+        played = [(x["step"], x["return"], x["length"]) for x in episodes]
+        ran.append((row, played, compare.number(np.mean(before[-100:]))))
+    (row, played, mean), (other, others, mean_of_other) = ran
+    assert (row["threads"], other["threads"]) == ("2", "1") and row["machine"] == other["machine"]
+    assert int(row["steps"]) == 2_400_000 > int(other["steps"]) == 2_000_000
+    assert [x == y for x, y in zip(played, others, strict=False)].index(False) == 7
+    beam = found("atari", "BeamRiderNoFrameskip-v4")
+    end = compare.number(beam.at(beam.reached).mean())
+    beside = {x.by: compare.number(x.mean) for x in compare.published_beside(beam.row, beam)}
+    both = f"{beside['the blog']} and {beside['openai/baselines']}"
+    methods, results = (
+        " ".join((ROOT / f"benchmark/{page}.md").read_text(encoding="utf-8").split())
+        for page in ("METHODS", "RESULTS")
+    )
+    said = f"with two threads, which has {mean} at 2M, where the one with one thread had {mean_of_other} and"
+    assert (
+        said in methods and f"the row's {end} at 2.41M is about as far below the {both} beside it" in methods
+    )
+    assert f"on BeamRider it is ahead ({end} beside {both})" in results
+
+
 def test_hours_that_are_missing():
     """The table of docs/atari.md has each game that is short of its schedule, and its hours by runs.csv."""
     page, lines = (ROOT / "docs/atari.md").read_text(encoding="utf-8"), []
