@@ -1192,6 +1192,21 @@ def found(suite, task, label="", script=None):
     return compare.load(suite, row, compare.Args())
 
 
+def test_machines_of_cleanrls_runs():
+    """METHODS.md: of the same kind as ours, but for some rows."""
+    of_script = {theirs: ours for ours, theirs in compare.CLEANRL.items()}
+    ours = [read_csv(RESULTS / suite / "runs.csv") for suite in ("classic", "mujoco", "atari", "atari_lstm")]
+    ours = {((x["script"], x["env_id"]), x["machine"]) for rows in ours for x in rows}
+    rows = read_csv(ROOT / "benchmark/published/cleanrl/runs.csv")
+    theirs = {((of_script[x["script"]], x["env_id"]), x["machine"]) for x in rows}
+    other = [("ppo", "MountainCar-v0"), ("ppo_shared", "MountainCar-v0"), ("ppo_shared", "Acrobot-v1")]
+    other += [("ppo_atari", "BreakoutNoFrameskip-v4"), ("ppo_lstm", "BreakoutNoFrameskip-v4")]
+    assert {row for row, _ in theirs - ours} == {*other} and not {row for row, _ in theirs & ours} & {*other}
+    page = " ".join((ROOT / "benchmark/METHODS.md").read_text(encoding="utf-8").split())
+    said = "but for Atari, MountainCar and, with one network, Acrobot, on the same kind of machine."
+    assert said in page
+
+
 def test_one_network_beside_two():
     """Ours and CleanRL's, in the words of RESULTS.md; and that no run reaches MountainCar's flag."""
 
@@ -1773,7 +1788,12 @@ def test_one_seed_with_two_numbers_of_threads():
     assert (
         said in methods and f"the row's {end} at 2.41M is about as far below the {both} beside it" in methods
     )
-    assert f"on BeamRider it is ahead ({end} beside {both})" in results
+    assert (
+        f"On BeamRider the published curves are ahead ({both}, ours {end}), by about as much as two"
+        in results
+    )
+    apart = abs(float(mean) - float(mean_of_other))
+    assert all(0.85 < (float(x) - float(end)) / apart < 1.15 for x in both.split(" and "))
 
 
 def test_hours_that_are_missing():
