@@ -68,7 +68,9 @@ test_research.py test_speed.py test_verdict.py test_watch.py
 """.split()
 
 
-LONGEST = ("test_readme.py", "test_devices.py", "test_speed.py", "test_learning.py", "test_benchmark.py")
+LONGEST = """
+test_readme.py test_devices.py test_speed.py test_learning.py test_benchmark.py test_processes.py
+""".split()
 
 
 def pytest_collection_modifyitems(items):

@@ -178,6 +178,7 @@ def test_a_cancelled_task_saves_its_run_and_leaves_no_process():
         (["clasic"], "no suite clasic; "),
         (["pbt", "--script", "pppo"], "no script pppo"),
         (["pbt", "--population", "1"], "population must be at least 2"),
+        (["pbt", "--rounds", "0"], "rounds must be at least 1"),
         (["pbt", "--round-steps", "100"], "round_steps must be at least 512"),
         (["pbt", "--population", "2"], "Ray is missing: pip install ray"),
     ],
