@@ -185,7 +185,7 @@ SUITES = {
     "atari": [
         atari("ppo_atari", "Breakout", None, 1),
         atari("ppo_atari", "Pong", 3_000_000, 1),
-        atari("ppo_atari", "BeamRider", 2_000_000, 1),
+        atari("ppo_atari", "BeamRider", 2_400_000, 1),
     ],
     "atari_lstm": [
         atari("ppo_lstm", "Breakout", 2_000_000, 1),

@@ -1,4 +1,4 @@
-"""docs/your-research.md: each of its diffs applies to today's ppo.py, is short, and trains."""
+"""docs/your-research.md: its diffs apply to today's ppo.py, are short, and train; its table is true."""
 
 import re
 import subprocess
@@ -6,10 +6,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import scalars, small_args
+from conftest import OTHERS, SCRIPTS, scalars, small_args
 
 import ppo_continuous
 
@@ -83,3 +84,55 @@ def test_a_notebook(capsys):
     assert names["reward"].shape == names["value"].shape == (1,)
     saved = ppo_continuous.load_checkpoint(run_dir)["agent"]
     assert all(torch.equal(x, saved[name]) for name, x in names["agent"].state_dict().items())
+
+
+OBSERVATIONS = {
+    "vectors": gym.spaces.Box(0, 1, (3,), np.float32),
+    "images": gym.spaces.Box(0, 255, (84, 84, 3), np.uint8),
+    "grids": gym.spaces.Box(0, 255, (7, 7, 3), np.uint8),
+}
+ACTIONS = {
+    "discrete": gym.spaces.Discrete(3),
+    "several": gym.spaces.MultiDiscrete([2, 3]),
+    "vectors": gym.spaces.Box(-1, 1, (2,), np.float32),
+}
+
+
+class Spaces(gym.Env):
+    """Has the spaces of these names, and observes zeros."""
+
+    def __init__(self, seen, done):
+        self.observation_space, self.action_space = OBSERVATIONS[seen], ACTIONS[done]
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros_like(self.observation_space.low), {}
+
+    def step(self, action):
+        return np.zeros_like(self.observation_space.low), 0.0, False, False, {}
+
+
+for seen in OBSERVATIONS:
+    for done in ACTIONS:
+        gym.register(f"{seen}-{done}-v0", Spaces, max_episode_steps=5, kwargs=dict(seen=seen, done=done))
+
+
+@pytest.mark.parametrize("name", SCRIPTS | OTHERS)
+def test_spaces_that_a_script_takes(name, capsys):
+    """Those of the page's table, and all others are refused."""
+    script = (SCRIPTS | OTHERS)[name]
+    (line,) = (line for line in PAGE.splitlines() if line.startswith("|") and f"`{name}.py`" in line)
+    _, observations, actions = line.strip("| ").split(" | ")
+    said = {(x, y) for x in OBSERVATIONS for y in ACTIONS if x in observations and y in actions}
+    said |= {("Atari games", "discrete")} if "Atari games" in observations else set()
+    found = set()
+    for seen, done in [*((x, y) for x in OBSERVATIONS for y in ACTIONS), ("Atari games", "discrete")]:
+        env_id = "PongNoFrameskip-v4" if seen == "Atari games" else f"{seen}-{done}-v0"
+        flags = dict(normalize=seen == "vectors") if name == "ppo_multidiscrete" else {}
+        args = small_args(script, env_id=env_id, **flags)
+        try:
+            script.make_env(*[env_id] * (name == "impala_vtrace"), args, 1).close()
+            found.add((seen, done))
+        except SystemExit as end:
+            assert end.code == 2 and capsys.readouterr().err.count("\n") == 1
+    assert found == said and said
