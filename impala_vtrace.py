@@ -191,7 +191,11 @@ def as_array(env: gym.Env) -> gym.Env:
     if isinstance(space, gym.spaces.Dict) and "image" in space.spaces:
         env = gym.wrappers.TransformObservation(env, lambda obs: obs["image"], space["image"])
         space = env.observation_space
-    if isinstance(space, gym.spaces.Box) and len(space.shape) == 3 and min(space.shape[:2]) >= 36:
+    shape = space.shape if isinstance(space, gym.spaces.Box) else ()
+    is_image = len(shape) == 3 and min(shape[:2]) >= 36
+    if not is_image and len(shape) > 1 and sorted(shape)[-2] >= 36:  # channels come first, or there are none
+        fail(f"observations of {shape} are no images (height, width, channels): wrap them in make_env()")
+    if is_image:
         low, high = (x.transpose(2, 0, 1) for x in (space.low, space.high))
         channels_first = gym.spaces.Box(low, high, dtype=space.dtype.type)
         # astype() copies: Gymnasium keeps a final observation, whose array an environment may reuse
@@ -1192,6 +1196,7 @@ def check(args: Args):
         if name in minimum and not minimum[name] <= x < np.inf:
             raise ValueError(f"{name} cannot be {x}")
     groups, unit = args.num_groups, WORLD_SIZE * max(1, args.group_size)
+    replays = not args.replay_fraction or args.new_segments < args.batch_segments
     is_whole = args.new_segments % unit == 0 and args.batch_segments % WORLD_SIZE == 0
     rules = {
         "give --resume or --evaluate, not both": not (args.resume and args.evaluate),
@@ -1206,6 +1211,7 @@ def check(args: Args):
         "gamma and vtrace_lambda must be at most 1": max(args.gamma, args.vtrace_lambda) <= 1,
         "--env-id needs at least one id": all(args.env_ids),
         "replay_fraction must be below 1: new segments keep the replay alive": args.replay_fraction < 1,
+        "replay_fraction must be 0, or replay a segment of a batch": replays,
         f"num_envs must be a multiple of {groups}: two groups an actor and task": args.num_envs % groups == 0,
         f"a batch's {args.new_segments} new segments must be a multiple of {unit}, a group's": is_whole,
         "total_timesteps must be at least new segments of a batch * num_steps": args.num_iterations >= 1,

@@ -216,7 +216,11 @@ def as_array(env: gym.Env) -> gym.Env:
         image = env.observation_space["image"]
         env = gym.wrappers.TransformObservation(env, lambda obs: obs["image"], image)
     space = env.observation_space
-    if not isinstance(space, gym.spaces.Box) or len(space.shape) not in (1, 3):
+    shape = space.shape if isinstance(space, gym.spaces.Box) else ()
+    is_image = len(shape) == 3 and min(shape[:2]) >= 36
+    if not is_image and len(shape) > 1 and sorted(shape)[-2] >= 36:  # channels come first, or there are none
+        fail(f"observations of {shape} are no images (height, width, channels): wrap them in make_env()")
+    if len(shape) not in (1, 3):
         return env
 
     def channels_first(x: np.ndarray) -> np.ndarray:
@@ -1444,7 +1448,10 @@ def check_spaces(env_id: str, envs: gym.vector.VectorEnv):
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
         hint = "gym.wrappers.FlattenObservation in make_env() makes vectors"
         fail(f"{env_id} observes {obs_space}: this script takes vectors and images; {hint}")
-    is_grid = kind_of(obs_space.shape) == "grid" and obs_space.dtype == np.uint8
+    is_grid = kind_of(obs_space.shape) == "grid"
+    if is_grid and min(obs_space.shape[1:]) < 5:
+        fail(f"{env_id} observes {obs_space}: the convolutions need 5 x 5 places")
+    is_grid &= obs_space.dtype == np.uint8
     if is_grid and not envs.render_mode and envs.reset()[0].max() > 10:  # a reset would be filmed
         fail(f"{env_id}: of images below 36 x 36, this script takes grids of numbers below 11")
 

@@ -175,7 +175,11 @@ def as_array(env: gym.Env) -> gym.Env:
     if isinstance(space, gym.spaces.Dict) and "image" in space.spaces:
         env = gym.wrappers.TransformObservation(env, lambda obs: obs["image"], space["image"])
         space = env.observation_space
-    if isinstance(space, gym.spaces.Box) and len(space.shape) == 3 and min(space.shape[:2]) >= 36:
+    shape = space.shape if isinstance(space, gym.spaces.Box) else ()
+    is_image = len(shape) == 3 and min(shape[:2]) >= 36
+    if not is_image and len(shape) > 1 and sorted(shape)[-2] >= 36:  # channels come first, or there are none
+        fail(f"observations of {shape} are no images (height, width, channels): wrap them in make_env()")
+    if is_image:
         low, high = (x.transpose(2, 0, 1) for x in (space.low, space.high))
         channels_first = gym.spaces.Box(low, high, dtype=space.dtype.type)
         # astype() copies: Gymnasium keeps a final observation, whose array an environment may reuse
@@ -1075,7 +1079,9 @@ def check(args: Args):
     groups, unit = args.num_groups, WORLD_SIZE * max(1, args.group_size)
     rest = args.batch_size // WORLD_SIZE % args.num_minibatches
     share = args.sample_reuse % 1 or 1  # of the samples, in the last pass
-    fewest = args.num_steps * max(1, args.group_size) * share  # of one group, where all others are too stale
+    fewest = args.batch_size // WORLD_SIZE
+    if args.max_staleness is not None:
+        fewest = args.num_steps * max(1, args.group_size)  # of one group, where all others are too stale
     rules = {
         "give --resume or --evaluate, not both": not (args.resume and args.evaluate),
         "--capture-video records the episodes of --evaluate": args.evaluate or not args.capture_video,
@@ -1085,7 +1091,7 @@ def check(args: Args):
         "stall_seconds must be below 2**22": args.stall_seconds < 2**22,  # 48 days: Windows' limit
         "seed + steps must be below 2**31": args.seed + args.total_timesteps + args.num_envs < 2**31,
         "gamma and gae_lambda must be at most 1": max(args.gamma, args.gae_lambda) <= 1,
-        "a minibatch must hold more than one step": fewest >= 2 * args.num_minibatches,
+        "a minibatch must hold more than one step": fewest * share >= 2 * args.num_minibatches,
         f"num_envs must be a multiple of {groups}: two groups an actor": args.num_envs % groups == 0,
         f"batch_segments must be a multiple of {unit}, a group's size": args.batch_segments % unit == 0,
         "num_minibatches must divide batch_segments * num_steps / processes": rest == 0,

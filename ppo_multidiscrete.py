@@ -881,6 +881,8 @@ def check_spaces(args: Args, envs: gym.vector.VectorEnv):
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
         hint = "gym.wrappers.FlattenObservation in make_env() makes vectors"
         fail(f"{args.env_id} observes {obs_space}: this script takes vectors and images; {hint}")
+    if len(obs_space.shape) == 3 and min(obs_space.shape[:2]) < 5:
+        fail(f"{args.env_id} observes {obs_space}: the convolutions need 5 x 5 places")
     if args.normalize and len(obs_space.shape) == 3:
         fail(f"{args.env_id} observes images: add --no-normalize")
 

@@ -378,19 +378,30 @@ def test_time_limit_is_valued_by_the_learner_on_demand(flags, monkeypatch):
     assert all(obs is None for obs in some.data["final_obs"].flat)
 
 
+def test_a_minibatch_may_have_steps_of_several_groups():
+    """Of eight groups with a step each, four minibatches; not where seven may be too stale to be kept."""
+    flags = dict(num_envs=8, num_actors=4, num_steps=1, batch_segments=8, num_minibatches=4, sync=False)
+    run_dir = ppo_async.train(small(**flags, total_timesteps=64))
+    assert len(scalars(run_dir, "losses/policy_loss")) == 8
+    with pytest.raises(ValueError, match="a minibatch must hold more than one step"):
+        ppo_async.check(small(**flags, max_staleness=9))
+
+
 @pytest.mark.parametrize(
     "flags,words",
     [
         ("--num-envs 3", "num_envs must be a multiple of 2"),
         ("--batch-segments 9", "must be a multiple of 4"),
-        ("--num-steps 1", "a minibatch must hold more than one step"),
-        ("--num-steps 4 --sample-reuse 1.4", "a minibatch must hold more than one step"),
+        ("--num-steps 1 --max-staleness 9", "a minibatch must hold more than one step"),
+        ("--num-steps 4 --max-staleness 9 --sample-reuse 1.4", "a minibatch must hold more than one step"),
+        ("--num-steps 1 --num-minibatches 8", "a minibatch must hold more than one step"),
+        ("--num-steps 2 --sample-reuse 1.4", "a minibatch must hold more than one step"),
         ("--sample-reuse 0", "sample_reuse cannot be 0"),
         ("--max-staleness -1", "max_staleness cannot be -1"),
     ],
 )
 def test_mistakes(flags, words):
-    """A minibatch of one step: of the steps of one group, as all others may be too stale."""
+    """A minibatch of one step: of a batch, or of one group if all others may be too stale."""
     done = run(ppo_async, *flags.split())
     assert done.code == 2 and words in done.err and "Traceback" not in done.err
     assert sorted(os.listdir()) == ["err0", "out0"]

@@ -187,6 +187,24 @@ def test_space_that_the_script_does_not_handle(script, env_id, words, monkeypatc
     assert not os.listdir()
 
 
+@pytest.mark.parametrize("name", ["ngu_r2d2", "ppo_multidiscrete"])
+def test_boards_smaller_than_the_convolutions(name, capsys):
+    """5 x 5 is the smallest that they take."""
+    script = (SCRIPTS | OTHERS)[name]
+    for width in (5, 4):
+        flags = (
+            dict(env_id="Board-v0") if script is ngu_r2d2 else dict(env_id="BoardMulti-v0", normalize=False)
+        )
+        args = small_args(script, env_kwargs=f'{{"width": {width}}}', **flags)
+        if width == 5:
+            script.train(args)
+            continue
+        capsys.readouterr()
+        with pytest.raises(SystemExit, match="2"):
+            script.make_env(args, 1)
+        assert "the convolutions need 5 x 5 places" in one_line(capsys.readouterr().err)
+
+
 def test_checkpoints_that_are_none(script, monkeypatch, capsys):
     run_dir = script.train(small_args(script))
     capsys.readouterr()

@@ -406,6 +406,17 @@ def test_images_have_their_channels_first(script, dtype):
         assert np.array_equal(wrapped.reset()[0], obs + 1)
 
 
+@pytest.mark.parametrize("script", [impala_vtrace, ppo_async, ngu_r2d2], ids=lambda script: script.SCRIPT)
+@pytest.mark.parametrize("shape", [(4, 84, 84), (84, 84), (36, 36), (3, 36, 36), (4, 40, 40, 3)])
+def test_images_of_another_order_are_refused(script, shape, capsys):
+    """They would become vectors of bytes, or grids. What is smaller does, or is a long image."""
+    with pytest.raises(SystemExit, match="2"):
+        script.as_array(Picture(shape, np.uint8))
+    assert f"observations of {shape} are no images" in capsys.readouterr().err
+    for passed in ((4, 35, 84), (3, 35, 35), (36, 36, 4), (84, 36, 50)):
+        script.as_array(Picture(passed, np.uint8))
+
+
 class Typed(Traced):
     """Observations of another type than float32."""
 

@@ -278,6 +278,23 @@ class ImageMulti(Probe):
     action_space = gym.spaces.MultiDiscrete([2, 3])
 
 
+class Board(Probe):
+    """A square of empty places."""
+
+    def __init__(self, width):
+        self.observation_space = gym.spaces.Box(0, 255, (width, width, 3), np.uint8)
+
+    def observe(self):
+        return np.zeros_like(self.observation_space.low)
+
+    def step(self, action):
+        return super().step(0)
+
+
+class BoardMulti(Board):
+    action_space = gym.spaces.MultiDiscrete([2, 3])
+
+
 class SmallImage(Probe):
     """Bytes that are no grid's: its pixels have numbers up to 255."""
 
@@ -443,6 +460,8 @@ OTHERS = (
     Masked,
     MaskedLater,
     ImageMulti,
+    Board,
+    BoardMulti,
     SmallImage,
     FloatImage,
     Bytes,
