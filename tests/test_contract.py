@@ -86,7 +86,7 @@ MISTAKES = [
     ("--env-id ThereIsNoSuchThing-v0", "ThereIsNoSuchThing"),
     ("--env-id nosuchmodule:Thing-v0", "nosuchmodule"),
     ("--num-minibatches 3", "num_minibatches must divide"),
-    ("--num-envs 1 --num-steps 1 --num-minibatches 1", "more than one step"),
+    ("--num-envs 8 --num-steps 1 --num-minibatches 8", "more than one step"),
     ("--num-envs 0", "num_envs cannot be 0"),
     ("--num-steps 0", "num_steps cannot be 0"),
     ("--update-epochs -1", "update_epochs cannot be -1"),
