@@ -408,7 +408,8 @@ def train(args: Args) -> Path:
         for t in range(T):
             obs[t] = torch.as_tensor(next_obs)
             actions[t], masks[t], logprobs[t], values[t] = act(obs[t], offered_masks(args, envs, info))
-            next_obs, rewards[t], terminated, truncated, info = envs.step(actions[t].cpu().numpy())
+            # A copy: an environment may change the array of its action.
+            next_obs, rewards[t], terminated, truncated, info = envs.step(actions[t].cpu().numpy().copy())
             dones[t] = terminated | truncated
             run.count_steps(args.num_envs, info)  # of all processes; keeps the returns of ended episodes
             cut = truncated & ~terminated

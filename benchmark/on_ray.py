@@ -35,6 +35,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import tyro
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -103,6 +104,8 @@ def connect(args: Suite | Population):
         fail(f"--ray-address {args.ray_address}: {error}")
     finally:
         patience.cancel()
+    if args.ray_address == "local" and (found := ray.cluster_resources().get("GPU", 0)) < args.gpus:
+        fail(f"--gpus {args.gpus:g}: Ray finds {found:g} on this machine")
     return ray
 
 
@@ -270,12 +273,17 @@ def run_population(args: Population):
     defaults = tyro.cli(importlib.import_module(args.script).Args, args=args.flags.split())
     args.env_id, N = args.env_id or defaults.env_id, args.population
     args.flags += " --no-anneal-lr" * hasattr(defaults, "anneal_lr")
-    for name, least in (("population", 2), ("rounds", 1), ("round_steps", defaults.batch_size)):
+    least_of = dict(population=2, rounds=1, round_steps=defaults.batch_size, workers=1, threads=1)
+    for name, least in least_of.items():
         if getattr(args, name) < least:
             fail(f"{name} must be at least {least}")
     table = args.results / "pbt" / f"{args.name}.csv"
     rows = read_csv(table) if table.exists() else []
     ray = connect(args) if len(rows) < args.rounds * N else None  # where it is missing, nothing is written
+    args.folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(f"{args.folder}.lock")  # until this function returns
+    if not run.is_taken(lock):
+        fail(f"another on_ray.py goes on in {args.folder}")
     check_identity(args, table)
     if not rows:
         shutil.rmtree(args.folder, ignore_errors=True)  # of a first round that did not end

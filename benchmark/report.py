@@ -9,7 +9,8 @@ Reads the folders of these scripts, of their copies and of CleanRL. Runs are gro
 and the flags in which runs of a script differ, seeds aside. A curve is the mean over seeds of each seed's
 last 100 values of --metric, as far as all seeds have come; its band is one standard deviation over seeds,
 or a 95 % interval; thin lines are the seeds. Minutes leave out what passed between a stop and a resumption.
-Of several runs with equal flags and seed the longest counts, of equally long ones the newest.
+Of several runs with equal flags and seed the longest counts, of equally long ones the newest. CSVs of run.py
+say which files and which packages of environments made them: those of others are another group.
 """
 
 import csv
@@ -168,6 +169,8 @@ def read_result(path: Path) -> Run:
     scalars = {"charts/episodic_return": episodes[:, :3], "charts/episodic_length": episodes[:, [0, 1, 3]]}
     options = Row(row["script"], row["env_id"], 0).options(row["command"].split(maxsplit=2)[2])
     flags = {"format": "run.py"} | {name.replace("-", "_"): x or "True" for name, x in options.items()}
+    flags |= dict(re.findall(r"(gymnasium|ale-py|mujoco|minigrid) ([\w.]+)", row["versions"]))
+    flags |= dict(build=row["fingerprint"][:7]) if row["fingerprint"] else {}
     env_id = row["env_id"].replace("/", "-").replace(":", "-")
     started = datetime.fromisoformat(row["started"].split(" | ")[0]).timestamp()
     end = (int(row["steps"]), episodes[-1, 1])
@@ -198,7 +201,8 @@ def group(runs: list[Run], notes: list[str]) -> dict[str, dict[str, list[Run]]]:
         label = f"{run.script}: {label}" if label else run.script
         same = groups.setdefault(run.env_id, {}).setdefault(label, {})
         if run.seed in same:
-            notes.append(f"{run.folder.name}: left out for {same[run.seed].folder.name}, longer or newer")
+            left, kept = (f"{x.folder.parent.name}/{x.folder.name}" for x in (run, same[run.seed]))
+            notes.append(f"{left}: left out for {kept}, longer or newer")
         same.setdefault(run.seed, run)
     for labels in groups.values():
         for label, same in labels.items():

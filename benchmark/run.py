@@ -137,7 +137,8 @@ class Run:
     def __init__(self, args: Args, row: Row, seed: int):
         self.row, self.seed, self.args = row, seed, args
         self.schedule = args.total_timesteps or row.steps
-        self.steps = min(args.stop_at or row.stop_at or self.schedule, self.schedule)
+        stop_at = args.stop_at or (row.stop_at if self.schedule == row.steps else None)
+        self.steps = min(stop_at or self.schedule, self.schedule)
         self.threads = args.threads or row.threads
         more = args.flags
         if self.schedule != row.steps:
@@ -209,8 +210,9 @@ class Run:
 
     def progress(self) -> int:
         """Environment steps, from the last line of the log."""
-        numbers = re.findall(r"([\d.]+)([kM]?)/[\d.]+[kM]? ", self.log_end())
-        return int(float(numbers[-1][0]) * dict(k=1e3, M=1e6).get(numbers[-1][1], 1)) if numbers else 0
+        numbers = re.findall(r"([\d.]+)([kMG]?)/[\d.]+[kMG]? ", self.log_end())
+        units = dict(k=1e3, M=1e6, G=1e9)
+        return int(float(numbers[-1][0]) * units.get(numbers[-1][1], 1)) if numbers else 0
 
     def log_end(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")[-2000:] if self.log.exists() else ""
@@ -464,7 +466,10 @@ def main():
         return sum(run.steps if run.is_done() else run.progress() for run in runs)
 
     style = {} if sys.stderr.isatty() else dict(mininterval=60, bar_format="{l_bar}{r_bar}\n")
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signals.append(signal.SIGHUP)  # a terminal or a connection has gone, and nohup was not asked for
+    for signum in signals:
         signal.signal(signum, lambda *_: stopping.set())
     with (
         ThreadPoolExecutor(args.workers) as pool,

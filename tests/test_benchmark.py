@@ -232,11 +232,16 @@ def test_a_killed_runner_leaves_no_row_beside_the_episodes_of_another_run(monkey
     assert seen == [(True, 0), (False, 0), (False, 1)]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_stopped_runner_goes_on_where_it_was(signum):
-    """SIGTERM stops the runs, which are resumed; kill -9 leaves them to end alone: they are waited for."""
+    """SIGTERM, or a terminal that goes, stops the runs, which are resumed.
+
+    kill -9 leaves them to end alone: they are waited for.
+    """
     flags = ["--seeds", "1", "--total-timesteps", 100_000]
-    runner = subprocess.Popen(command(*flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    heeds = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # noqa: E731  also where nohup runs the tests
+    runner = subprocess.Popen(command(*flags), **pipes, preexec_fn=heeds)
     folder = Path("results/classic/unfinished/CartPole-v1__ppo__total-timesteps=100000__1")
     wait_for(
         lambda: (
@@ -247,9 +252,9 @@ def test_a_stopped_runner_goes_on_where_it_was(signum):
     time.sleep(1)
     runner.send_signal(signum)
     runner.communicate(timeout=600)
-    assert runner.returncode == (130 if signum == signal.SIGTERM else -signum)
+    assert runner.returncode == (130 if signum != signal.SIGKILL else -signum)
     (run_dir,) = (folder / "runs").iterdir()
-    if signum == signal.SIGTERM:
+    if signum != signal.SIGKILL:
         assert 0 < torch.load(run_dir / "checkpoint.pt")["iteration"] < 195
     assert not Path("results/classic/runs.csv").exists()
     again = subprocess.Popen(command(*flags), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -353,6 +358,28 @@ def test_stop_at_ends_a_run_early_on_its_full_schedule_and_a_higher_one_continue
         used.unlink()
     run_it(*flags, 10_000)  # as if it had been stopped by hand
     assert path.read_bytes() == before and [row["steps"] for row in rows()] == ["10000"]
+
+
+def test_where_a_run_stops():
+    """A row's own step is one of its own schedule; the log of a long schedule counts in G."""
+
+    def steps(**flags):
+        row = next(row for row in SUITES["atari"] if row.env_id == "PongNoFrameskip-v4")
+        return Run(Args("atari", results=Path.cwd(), **flags), row, 1)
+
+    for flags, expected in (
+        ({}, 3_000_000),
+        (dict(total_timesteps=5_000_000), 5_000_000),
+        (dict(total_timesteps=10_000_000), 3_000_000),
+        (dict(total_timesteps=5_000_000, stop_at=1_000_000), 1_000_000),
+        (dict(stop_at=4_000_000), 4_000_000),
+    ):
+        assert steps(**flags).steps == expected
+    long = steps(total_timesteps=10**9, stop_at=10**6)
+    long.folder.mkdir(parents=True)
+    for done, progress in (("999k", 999_000), ("1.01M", 1_010_000), ("1.00G", 10**9)):
+        long.log.write_text(f"  1%|| {done}/1.00G [00:05<1:00:00, 200kstep/s]\n")
+        assert long.progress() == progress and long.is_beyond() == (progress > 10**6)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import numpy as np
 import probes
 import pytest
 import torch
-from conftest import Dim, small_args
+from conftest import Dim, scalars, small_args
 from test_details import log_ratios, watch
 
 import ppo_multidiscrete
@@ -34,6 +34,24 @@ def test_detail_37_independent_components():
     torch.testing.assert_close(probabilities, (first[:, None] * second).flatten())
     entropy = sum(torch.distributions.Categorical(probs=p).entropy() for p in (first, second))
     torch.testing.assert_close(dist.entropy(), entropy.expand(6))
+
+
+def test_an_environment_may_change_its_action():
+    """What it does to the array is not what the agent learns from: all ratios are 1 in the first epoch."""
+    args = small_args(
+        ppo_multidiscrete, env_id="Spender-v0", update_epochs=1, num_minibatches=1, normalize=False
+    )
+    kept, original = [], ppo_multidiscrete.ppo_loss
+
+    def spy(agent, batch, *inputs):
+        kept.append(batch["actions"].clone())
+        return original(agent, batch, *inputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ppo_multidiscrete, "ppo_loss", spy)
+        run_dir = ppo_multidiscrete.train(args)
+    assert kept and all(x.float().std(0).min() > 0.1 for x in kept)
+    assert all(abs(x) < 1e-6 for _, x in scalars(run_dir, "losses/approx_kl"))
 
 
 def test_auxiliary_detail_4_invalid_actions_are_masked():

@@ -178,6 +178,8 @@ def test_a_cancelled_task_saves_its_run_and_leaves_no_process():
         (["clasic"], "no suite clasic; "),
         (["pbt", "--script", "pppo"], "no script pppo"),
         (["pbt", "--population", "1"], "population must be at least 2"),
+        (["pbt", "--workers", "0"], "workers must be at least 1"),
+        (["pbt", "--threads", "0"], "threads must be at least 1"),
         (["pbt", "--rounds", "0"], "rounds must be at least 1"),
         (["pbt", "--round-steps", "100"], "round_steps must be at least 512"),
         (["pbt", "--population", "2"], "Ray is missing: pip install ray"),
@@ -191,6 +193,26 @@ def test_mistakes(flags, message, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"on_ray.py: error: {message}") and error.count("\n") == 1
     assert not os.path.exists("results")
+
+
+def test_a_population_that_goes_on_elsewhere(monkeypatch, capsys):
+    """A second one of its name is refused, also before the first round has ended."""
+    monkeypatch.setattr(on_ray, "connect", lambda args: None)
+    args = on_ray.Population(results=Path("results").absolute(), flags="--gamma 0.9")
+    args.env_id = "CartPole-v1"
+    member = args.folder / "member_0"
+    member.mkdir(parents=True)
+    with FileLock(f"{args.folder}.lock"), pytest.raises(SystemExit, match="2"):
+        on_ray.run_population(args)
+    assert capsys.readouterr().err.endswith(f"another on_ray.py goes on in {args.folder}\n")
+    assert member.exists() and not list(args.results.rglob("*.json"))
+
+
+def test_more_gpus_than_there_are():
+    pytest.importorskip("ray")
+    flags = command("on_ray", "classic", "--seeds", 1, "--gpus", 99)
+    done = subprocess.run(flags, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2 and "error: --gpus 99: Ray finds " in done.stderr
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "nonsense"])

@@ -385,7 +385,7 @@ def test_pauses_evaluations_and_repetitions(monkeypatch, capsys):
     write_run("runs/Task-v0__ppo__1__2", [(RETURN, 1, 100.0)])
     page = report_on(monkeypatch, "runs", "runs/Task-v0__ppo__1__1")
     assert tables(page)[0][1] == ["ppo", "1", "3", "5.00", "3.00"]
-    note = "Task-v0__ppo__1__2: left out for Task-v0__ppo__1__1, longer or newer"
+    note = "runs/Task-v0__ppo__1__2: left out for runs/Task-v0__ppo__1__1, longer or newer"
     assert capsys.readouterr().err == f"report.py: {note}\n" and note in page
     _, panels = report.pictures(report.panels_of({"ppo": [run]}, RETURN, "std"), ["ppo"])
     (panel,) = [ax for ax in panels.axes if ax.lines]
@@ -435,6 +435,36 @@ def test_runs_beside_results_are_shown(runs, monkeypatch):
     assert {*groups} == {"CartPole-v1", "Task-v0"} and not notes
     shown = {x.folder.name for labels in groups.values() for found in labels.values() for x in found}
     assert not any("other" in name for name in shown)
+
+
+def test_results_of_other_builds_are_another_group():
+    """By the fingerprint, or by the version of an environment's package; not by that of PyTorch."""
+    made = {
+        "first/1": ("f1" * 20, "torch 2.6, gymnasium 1.4.0, mujoco 4.0.0"),
+        "first/2": ("f1" * 20, "torch 2.7, gymnasium 1.4.0, mujoco 4.0.0"),
+        "other_build/1": ("f2" * 20, "torch 2.6, gymnasium 1.4.0, mujoco 4.0.0"),
+        "other_engine/1": ("f1" * 20, "torch 2.6, gymnasium 1.4.0, mujoco 3.4.0"),
+        "again/1": ("f1" * 20, "torch 2.8, gymnasium 1.4.0, mujoco 4.0.0"),
+    }
+    for day, (path, (fingerprint, versions)) in enumerate(made.items(), 20):
+        folder, seed = Path(path).parent, Path(path).name
+        folder.mkdir(exist_ok=True)
+        row = dict.fromkeys(run.COLUMNS, "") | dict(run=f"T-v0__ppo__{seed}", script="ppo", env_id="T-v0")
+        row |= dict(seed=seed, steps=250, command="python ppo.py --env-id T-v0", fingerprint=fingerprint)
+        row |= dict(started=f"2026-11-{day}T05:00:00+00:00", versions=versions)
+        run.write_row(folder / "runs.csv", row["run"], row)
+        folder.joinpath(f"T-v0__ppo__{seed}.csv").write_text("step,seconds,return,length\n100,60,5,7\n")
+    groups, (note,) = report.read_all(tuple({Path(path).parent for path in made}), RETURN)
+    found = {
+        label: {f"{x.folder.parent.name}/{x.seed}" for x in runs} for label, runs in groups["T-v0"].items()
+    }
+    first, other = "build=f1f1f1f", "build=f2f2f2f"
+    assert found == {
+        f"ppo: mujoco=4.0.0, {first}": {"again/1", "first/2"},  # the newest of seed 1
+        f"ppo: mujoco=4.0.0, {other}": {"other_build/1"},
+        f"ppo: mujoco=3.4.0, {first}": {"other_engine/1"},
+    }
+    assert note == "first/T-v0__ppo__1.csv: left out for again/T-v0__ppo__1.csv, longer or newer"
 
 
 def test_differing_flags():

@@ -56,6 +56,12 @@ def test_a_row_beside_older_ones():
     assert new["commit"] == head.strip()
 
 
+def test_rows_in_a_folder_that_is_not_there():
+    for k in (1, 2):
+        speed.append(Path("new/folder/speed.csv"), dict(rate=k))
+    assert [row["rate"] for row in rows("new/folder/speed.csv")] == ["1", "2"]
+
+
 def test_a_script_without_a_counterpart_is_timed_alone():
     tool = ROOT / "benchmark/speed/speed.py"
     flags = "impala_vtrace --env-id CartPole-v1 --steps 40960 --rounds 1 --csv speed.csv".split()

@@ -153,6 +153,7 @@ def main():
         fail("--iterations must be at least 2, of which the first is not timed")
     rows = [row for script in args.scripts for row in table(script, args)]
     if args.csv:
+        args.csv.parent.mkdir(parents=True, exist_ok=True)  # what was measured is not lost
         with open(args.csv, "w", encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows([HEAD, *rows])
     if args.picture:

@@ -96,6 +96,7 @@ def measure(name: str, *flags: str, processes: int = 1) -> tuple[float, float]:
 def append(path: Path, row: dict):
     """To a CSV, whose older rows may have fewer columns."""
     rows = read_csv(path) if path.exists() else []
+    path.parent.mkdir(parents=True, exist_ok=True)  # what was measured is not lost
     with open(path.with_suffix(".tmp"), "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, dict.fromkeys([*(rows or [{}])[0], *row]), "", lineterminator="\n")
         writer.writeheader()

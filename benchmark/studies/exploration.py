@@ -113,6 +113,7 @@ def main():
         print(", ".join(f"{name} {x}" for name, x in zip(HEAD, rows[-1], strict=True)))
     if args.csv:
         is_new = not args.csv.exists()
+        args.csv.parent.mkdir(parents=True, exist_ok=True)  # what was measured is not lost
         with open(args.csv, "a", encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows([HEAD, *rows] if is_new else rows)
 

@@ -421,6 +421,16 @@ class NarrowAction(Probe):
     action_space = gym.spaces.Discrete(3, dtype=np.uint8)
 
 
+class Spender(Probe):
+    """Counts its action down in place."""
+
+    action_space = gym.spaces.MultiDiscrete([3, 4])
+
+    def step(self, action):
+        action[:] = 0
+        return super().step(0)
+
+
 class NarrowActionMulti(Probe):
     action_space = gym.spaces.MultiDiscrete([2, 3], dtype=np.uint8)
 
@@ -470,6 +480,7 @@ OTHERS = (
     ReusedImage,
     NarrowAction,
     NarrowActionMulti,
+    Spender,
 )
 for probe in (*PROBES, *OTHERS):
     gym.register(f"{probe.__name__}-v0", entry_point=probe, disable_env_checker=True)
