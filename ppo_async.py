@@ -177,8 +177,9 @@ def as_array(env: gym.Env) -> gym.Env:
         space = env.observation_space
     shape = space.shape if isinstance(space, gym.spaces.Box) else ()
     is_image = len(shape) == 3 and min(shape[:2]) >= 36
-    if not is_image and len(shape) > 1 and sorted(shape)[-2] >= 36:  # channels come first, or there are none
-        fail(f"observations of {shape} are no images (height, width, channels): wrap them in make_env()")
+    has_pixels = len(shape) == 3 or len(shape) > 1 and space.dtype == np.uint8
+    if has_pixels and not is_image and sorted(shape)[-2] >= 36:  # channels come first, or there are none
+        fail(f"{shape} is no image of (height, width, channels): transpose or flatten it in make_env()")
     if is_image:
         low, high = (x.transpose(2, 0, 1) for x in (space.low, space.high))
         channels_first = gym.spaces.Box(low, high, dtype=space.dtype.type)

@@ -882,9 +882,12 @@ def check_spaces(args: Args, envs: gym.vector.VectorEnv):
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
         hint = "gym.wrappers.FlattenObservation in make_env() makes vectors"
         fail(f"{args.env_id} observes {obs_space}: this script takes vectors and images; {hint}")
-    if len(obs_space.shape) == 3 and min(obs_space.shape[:2]) < 5:
+    shape = obs_space.shape
+    if len(shape) == 3 and min(shape[:2]) < 36 <= sorted(shape)[-2]:  # channels come first
+        fail(f"{shape} is no image of (height, width, channels): transpose or flatten it in make_env()")
+    if len(shape) == 3 and min(shape[:2]) < 5:
         fail(f"{args.env_id} observes {obs_space}: the convolutions need 5 x 5 places")
-    if args.normalize and len(obs_space.shape) == 3:
+    if args.normalize and len(shape) == 3:
         fail(f"{args.env_id} observes images: add --no-normalize")
 
 

@@ -126,8 +126,10 @@ def take_further(trial: run.Run):
 
 def trained(ray, args: Suite | Population, trials: list[run.Run]) -> Iterator:
     """(trial, its result) as they end; Ctrl-C, SIGTERM or a failure stops the others and waits for them."""
-    stop = []
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    stop, signals = [], [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signals.append(signal.SIGHUP)  # a terminal or a connection has gone, and nohup was not asked for
+    for signum in signals:
         signal.signal(signum, lambda signum, _: stop.append(signum))
     task = ray.remote(num_cpus=args.threads, num_gpus=args.gpus)(take_further)
     running = {task.options(name=trial.name).remote(trial): trial for trial in trials}
@@ -284,6 +286,7 @@ def run_population(args: Population):
     lock = FileLock(f"{args.folder}.lock")  # until this function returns
     if not run.is_taken(lock):
         fail(f"another on_ray.py goes on in {args.folder}")
+    rows = read_csv(table) if table.exists() else []  # again: another one may just have ended
     check_identity(args, table)
     if not rows:
         shutil.rmtree(args.folder, ignore_errors=True)  # of a first round that did not end

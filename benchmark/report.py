@@ -9,8 +9,9 @@ Reads the folders of these scripts, of their copies and of CleanRL. Runs are gro
 and the flags in which runs of a script differ, seeds aside. A curve is the mean over seeds of each seed's
 last 100 values of --metric, as far as all seeds have come; its band is one standard deviation over seeds,
 or a 95 % interval; thin lines are the seeds. Minutes leave out what passed between a stop and a resumption.
-Of several runs with equal flags and seed the longest counts, of equally long ones the newest. CSVs of run.py
-say which files and which packages of environments made them: those of others are another group.
+Of several runs with equal flags and seed the longest counts, of equally long ones the newest. Results of
+run.py that other files or other versions of gymnasium, ale-py, mujoco, minigrid or gym-microrts made are a
+group of their own.
 """
 
 import csv
@@ -169,8 +170,9 @@ def read_result(path: Path) -> Run:
     scalars = {"charts/episodic_return": episodes[:, :3], "charts/episodic_length": episodes[:, [0, 1, 3]]}
     options = Row(row["script"], row["env_id"], 0).options(row["command"].split(maxsplit=2)[2])
     flags = {"format": "run.py"} | {name.replace("-", "_"): x or "True" for name, x in options.items()}
-    flags |= dict(re.findall(r"(gymnasium|ale-py|mujoco|minigrid) ([\w.]+)", row["versions"]))
-    flags |= dict(build=row["fingerprint"][:7]) if row["fingerprint"] else {}
+    flags |= dict(re.findall(r"(gymnasium|ale-py|mujoco|minigrid|gym-microrts) ([\w.]+)", row["versions"]))
+    if row["fingerprint"]:  # "ppo.py 0123456789ab, ...": of each file
+        flags["build"] = " ".join(x.split()[-1][:7] for x in row["fingerprint"].split(", "))
     env_id = row["env_id"].replace("/", "-").replace(":", "-")
     started = datetime.fromisoformat(row["started"].split(" | ")[0]).timestamp()
     end = (int(row["steps"]), episodes[-1, 1])

@@ -240,8 +240,11 @@ def test_a_stopped_runner_goes_on_where_it_was(signum):
     """
     flags = ["--seeds", "1", "--total-timesteps", 100_000]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    heeds = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # noqa: E731  also where nohup runs the tests
-    runner = subprocess.Popen(command(*flags), **pipes, preexec_fn=heeds)
+    answer = (
+        signal.SIG_IGN if signum == signal.SIGTERM else signal.SIG_DFL
+    )  # to a hangup, as nohup has it or not
+    hangup = lambda: signal.signal(signal.SIGHUP, answer)  # noqa: E731
+    runner = subprocess.Popen(command(*flags), **pipes, preexec_fn=hangup)
     folder = Path("results/classic/unfinished/CartPole-v1__ppo__total-timesteps=100000__1")
     wait_for(
         lambda: (
@@ -249,7 +252,10 @@ def test_a_stopped_runner_goes_on_where_it_was(signum):
             and "step/s" in (folder / "log.txt").read_text(encoding="utf-8")
         )
     )
+    if answer == signal.SIG_IGN:
+        runner.send_signal(signal.SIGHUP)
     time.sleep(1)
+    assert runner.poll() is None
     runner.send_signal(signum)
     runner.communicate(timeout=600)
     assert runner.returncode == (130 if signum != signal.SIGKILL else -signum)

@@ -163,6 +163,7 @@ VECTORS = (ppo, ppo_shared, ppo_continuous, ppo_multidiscrete)
         (ppo_multidiscrete, "StartedMulti-v0", "acts in"),
         (ppo_multidiscrete, "MatrixBox-v0", "try ppo.py or ppo_continuous.py"),
         (ppo_multidiscrete, "ImageMulti-v0", "add --no-normalize"),
+        (ppo_multidiscrete, "FramesMulti-v0", "is no image of"),
         (impala_vtrace, "Breakout-v4", "random number of frames"),
         (impala_vtrace, "ALE/Breakout", "write it as BreakoutNoFrameskip-v4"),
         (impala_vtrace, "ale_py:ALE/Breakout-v5", "write it as BreakoutNoFrameskip-v4"),

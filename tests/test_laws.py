@@ -409,12 +409,15 @@ def test_images_have_their_channels_first(script, dtype):
 @pytest.mark.parametrize("script", [impala_vtrace, ppo_async, ngu_r2d2], ids=lambda script: script.SCRIPT)
 @pytest.mark.parametrize("shape", [(4, 84, 84), (84, 84), (36, 36), (3, 36, 36), (4, 40, 40, 3)])
 def test_images_of_another_order_are_refused(script, shape, capsys):
-    """They would become vectors of bytes, or grids. What is smaller does, or is a long image."""
-    with pytest.raises(SystemExit, match="2"):
-        script.as_array(Picture(shape, np.uint8))
-    assert f"observations of {shape} are no images" in capsys.readouterr().err
+    """They would become vectors of bytes, or grids. Smaller shapes pass, matrices, and many channels."""
+    for dtype in (np.uint8, np.float32) if len(shape) == 3 else (np.uint8,):
+        with pytest.raises(SystemExit, match="2"):
+            script.as_array(Picture(shape, dtype))
+        assert f"{shape} is no image" in capsys.readouterr().err
     for passed in ((4, 35, 84), (3, 35, 35), (36, 36, 4), (84, 36, 50)):
         script.as_array(Picture(passed, np.uint8))
+    for passed in ((64, 40), (4, 40, 40, 3)):
+        script.as_array(Picture(passed, np.float32))
 
 
 class Typed(Traced):

@@ -440,11 +440,12 @@ def test_runs_beside_results_are_shown(runs, monkeypatch):
 def test_results_of_other_builds_are_another_group():
     """By the fingerprint, or by the version of an environment's package; not by that of PyTorch."""
     made = {
-        "first/1": ("f1" * 20, "torch 2.6, gymnasium 1.4.0, mujoco 4.0.0"),
-        "first/2": ("f1" * 20, "torch 2.7, gymnasium 1.4.0, mujoco 4.0.0"),
-        "other_build/1": ("f2" * 20, "torch 2.6, gymnasium 1.4.0, mujoco 4.0.0"),
-        "other_engine/1": ("f1" * 20, "torch 2.6, gymnasium 1.4.0, mujoco 3.4.0"),
-        "again/1": ("f1" * 20, "torch 2.8, gymnasium 1.4.0, mujoco 4.0.0"),
+        "first/1": ("ppo.py f1f1f1f1f1f1", "torch 2.6, gymnasium 1.4.0, mujoco 4.0.0"),
+        "first/2": ("ppo.py f1f1f1f1f1f1", "torch 2.7, gymnasium 1.4.0, mujoco 4.0.0"),
+        "other_build/1": ("ppo.py f2f2f2f2f2f2", "torch 2.6, gymnasium 1.4.0, mujoco 4.0.0"),
+        "other_task/1": ("ppo.py f1f1f1f1f1f1, tasks.py f3f3f3f3f3f3", "gymnasium 1.4.0, mujoco 4.0.0"),
+        "other_engine/1": ("ppo.py f1f1f1f1f1f1", "torch 2.6, gymnasium 1.4.0, mujoco 3.4.0"),
+        "again/1": ("ppo.py f1f1f1f1f1f1", "torch 2.8, gymnasium 1.4.0, mujoco 4.0.0"),
     }
     for day, (path, (fingerprint, versions)) in enumerate(made.items(), 20):
         folder, seed = Path(path).parent, Path(path).name
@@ -462,6 +463,7 @@ def test_results_of_other_builds_are_another_group():
     assert found == {
         f"ppo: mujoco=4.0.0, {first}": {"again/1", "first/2"},  # the newest of seed 1
         f"ppo: mujoco=4.0.0, {other}": {"other_build/1"},
+        f"ppo: mujoco=4.0.0, {first} f3f3f3f": {"other_task/1"},
         f"ppo: mujoco=3.4.0, {first}": {"other_engine/1"},
     }
     assert note == "first/T-v0__ppo__1.csv: left out for again/T-v0__ppo__1.csv, longer or newer"

@@ -90,6 +90,7 @@ OBSERVATIONS = {
     "vectors": gym.spaces.Box(0, 1, (3,), np.float32),
     "images": gym.spaces.Box(0, 255, (84, 84, 3), np.uint8),
     "grids": gym.spaces.Box(0, 255, (7, 7, 3), np.uint8),
+    "boxes": gym.spaces.Box(0, 1, (4, 5), np.float32),
 }
 ACTIONS = {
     "discrete": gym.spaces.Discrete(3),

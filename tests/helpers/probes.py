@@ -278,6 +278,13 @@ class ImageMulti(Probe):
     action_space = gym.spaces.MultiDiscrete([2, 3])
 
 
+class FramesMulti(Probe):
+    """Grey frames, one after the other."""
+
+    observation_space = gym.spaces.Box(0, 255, (12, 84, 84), np.uint8)
+    action_space = gym.spaces.MultiDiscrete([2, 3])
+
+
 class Board(Probe):
     """A square of empty places."""
 
@@ -422,7 +429,7 @@ class NarrowAction(Probe):
 
 
 class Spender(Probe):
-    """Counts its action down in place."""
+    """Sets its action to 0 in place."""
 
     action_space = gym.spaces.MultiDiscrete([3, 4])
 
@@ -470,6 +477,7 @@ OTHERS = (
     Masked,
     MaskedLater,
     ImageMulti,
+    FramesMulti,
     Board,
     BoardMulti,
     SmallImage,
