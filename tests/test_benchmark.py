@@ -1748,6 +1748,40 @@ def test_half_a_million_steps_of_breakout():
     assert f"`ppo_atari.py` took {' and '.join(hours)} hours for half a million steps on Breakout," in page
 
 
+def test_two_seeds_of_pong():
+    """Table and sentences of docs/atari.md: both of our seeds, and the published curves, on the way to 0."""
+    text, game = (ROOT / "docs/atari.md").read_text(encoding="utf-8"), "PongNoFrameskip-v4"
+    millions, means, spreads = (0.4, 0.6, 0.8, 1.0, 1.1), {}, []
+    for seed, suite in ((1, "atari"), (2, "atari_start")):
+        episodes = read_csv(csv_path(RESULTS / suite, f"{game}__ppo_atari__{seed}"))
+        step, returns, seconds = np.array(
+            [[float(x[key]) for key in ("step", "return", "seconds")] for x in episodes]
+        ).T
+        assert step[-1] > 1.09e6
+        means[f"ours, seed {seed}"] = [returns[step <= k * 1e6][-100:].mean() for k in millions]
+    (row,) = (row for row in SUITES["atari"] if row.task == game)
+    for target in (x for x in row.targets if x.curve):
+        found = [compare.published(target, k * 1e6, is_end=False) for k in millions]
+        means[f"{target.by}, {found[0].runs} runs"] = [x.mean for x in found]
+        spreads += [found[-2].deviation] if found[-2].runs == 3 else []
+    lines = [f"| {who} | {' | '.join(f'{x:.1f}' for x in values)} |" for who, values in means.items()]
+    shown = text.partition("<!-- pong -->")[2].partition("<!-- end of pong -->")[0].strip().splitlines()
+    assert shown[0] == f"| whose | {' | '.join(f'at {k}M' for k in millions)} |"
+    assert shown[2:] == [line.replace("-", "−") for line in lines]
+    page = " ".join(text.split())
+    first, second, *published = (f"{values[3]:.1f}".replace("-", "−") for values in means.values())
+    said = f"At 1M, our two seeds have {first} and {second}, and the published means of three and six runs "
+    said += f"{published[0]}, {published[1]} and {published[2]}."
+    assert said in page
+    assert f"deviations of the first two are {spreads[0]:.1f} and {spreads[1]:.1f}." in page
+    run = read_table(RESULTS / "atari_start/runs.csv")[f"{game}__ppo_atari__2"]
+    assert (run["machine"], run["threads"], run["schedule"]) == ("2 x AMD EPYC", "2", "10000000")
+    later = step > 0.85e6  # when nothing else ran
+    rate = (step[later][-1] - step[later][0]) / (seconds[later][-1] - seconds[later][0])
+    assert f"made {rate:.0f} steps/s with both cores" in page
+    assert f"so 10M steps would take {1e7 / rate / 3600:.0f} hours." in page
+
+
 def test_hours_to_a_score():
     """The table of docs/atari.md has what the CSVs say, for every run and every score that it has reached."""
     page, lines = (ROOT / "docs/atari.md").read_text(encoding="utf-8"), []
