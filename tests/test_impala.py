@@ -560,7 +560,7 @@ def test_asynchronous_run_learns_its_steps_and_leaves_no_thread():
 def test_slow_learner_stops_the_actors(monkeypatch):
     """The queue is bounded: whatever the speeds, no data is older than it can hold."""
     original = impala_vtrace.impala_loss
-    monkeypatch.setattr(impala_vtrace, "impala_loss", lambda *x: (time.sleep(0.05), original(*x))[1])
+    monkeypatch.setattr(impala_vtrace, "impala_loss", lambda *x: (time.sleep(0.2), original(*x))[1])
     run_dir = impala_vtrace.train(small(sync=False, total_timesteps=32 * 30))
     assert scalars(run_dir, "charts/actor_wait")[-1][1] > 0.5
     assert max(x for _, x in scalars(run_dir, "charts/policy_lag_max")) <= 1
