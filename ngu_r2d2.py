@@ -1452,8 +1452,8 @@ def check_spaces(env_id: str, envs: gym.vector.VectorEnv):
     is_grid = kind_of(obs_space.shape) == "grid"
     if is_grid and min(obs_space.shape[1:]) < 5:
         fail(f"{env_id} observes {obs_space}: the convolutions need 5 x 5 places")
-    is_grid &= obs_space.dtype == np.uint8
-    if is_grid and not envs.render_mode and envs.reset()[0].max() > 10:  # a reset would be filmed
+    is_checked = is_grid and obs_space.dtype == np.uint8 and not envs.render_mode  # a reset would be filmed
+    if is_checked and envs.reset()[0].max() > 10:
         fail(f"{env_id}: of images below 36 x 36, this script takes grids of numbers below 11")
 
 

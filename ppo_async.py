@@ -1080,7 +1080,7 @@ def check(args: Args):
     groups, unit = args.num_groups, WORLD_SIZE * max(1, args.group_size)
     rest = args.batch_size // WORLD_SIZE % args.num_minibatches
     share = args.sample_reuse % 1 or 1  # of the samples, in the last pass
-    fewest = args.batch_size // WORLD_SIZE
+    fewest = args.batch_size // WORLD_SIZE  # steps of an update, of which all are kept
     if args.max_staleness is not None:
         fewest = args.num_steps * max(1, args.group_size)  # of one group, where all others are too stale
     rules = {

@@ -588,8 +588,14 @@ def test_sync_repeats_bit_for_bit(flags):
         ("--num-envs 3", "num_envs must be a multiple of 2"),
         ("--batch-segments 33", "must be a multiple of 4"),
         ("--replay-fraction 1", "replay_fraction must be below 1"),
-        ("--replay-fraction 0.1", "replay_fraction must be 0, or replay a segment"),
-        ("--replay-fraction 0.5 --batch-segments 1 --num-envs 2", "must be 0, or replay a segment"),
+        (
+            "--env-id CartPole-v1 --total-timesteps 720 --replay-fraction 0.1",
+            "replay_fraction must be 0, or replay a segment",
+        ),
+        (
+            "--env-id Count-v0 --total-timesteps 720 --replay-fraction 0.5 --batch-segments 1 --num-envs 2",
+            "must be 0, or replay a segment",
+        ),
         ("--env-id ,", "at least one id"),
         ("--env-id Pendulum-v1", "ppo_continuous.py"),
         ("--correction maybe", "correction"),
