@@ -1210,6 +1210,7 @@ def check(args: Args):
         "stall_seconds must be below 2**22": args.stall_seconds < 2**22,  # 48 days: Windows' limit
         "seed + steps must be below 2**31": args.seed + args.total_timesteps + args.num_envs < 2**31,
         "gamma and vtrace_lambda must be at most 1": max(args.gamma, args.vtrace_lambda) <= 1,
+        "rmsprop_decay must be at most 1": args.rmsprop_decay <= 1,
         "--env-id needs at least one id": all(args.env_ids),
         "replay_fraction must be below 1: new segments keep the replay alive": args.replay_fraction < 1,
         "replay_fraction must be 0, or replay a segment of a batch": replays,

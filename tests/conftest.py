@@ -69,13 +69,14 @@ test_research.py test_speed.py test_verdict.py test_watch.py
 
 
 LONGEST = """
-test_readme.py test_devices.py test_speed.py test_learning.py test_benchmark.py test_processes.py
+test_readme.py test_speed.py test_devices.py test_learning.py test_benchmark.py test_processes.py
 """.split()
 
 
 def pytest_collection_modifyitems(items):
     """The longest tests come first, so that no process waits for one of them at the end."""
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
     for item in items:
         if item.nodeid.removeprefix("tests/").startswith(tuple(SLOW)):
             item.add_marker(pytest.mark.slow)

@@ -94,6 +94,7 @@ MISTAKES = [
     ("--learning-rate nan", "learning_rate cannot be nan"),
     ("--learning-rate inf", "learning_rate cannot be inf"),
     ("--gamma 1.5", r"gamma and \w+_lambda must be at most 1"),
+    ("--rmsprop-decay 1.5", "rmsprop_decay must be at most 1"),
     ("--seed -1", "seed cannot be -1"),
     ("--seed 3000000000", r"seed \+ steps must be below"),
     ("--seed 2147483647", r"seed \+ steps must be below"),
