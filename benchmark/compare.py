@@ -574,8 +574,9 @@ def write_between(page: Path, name: str, content: str):
 
 def write(args: Args, results: dict[str, list[tuple[Row, Result | None]]]):
     """Figures of the suites asked for, the page of all, and the tables of the other pages."""
+    is_of_pages = args.results.resolve() == RESULTS  # which show what the defaults do
     for suite in args.suites:
-        if is_drawn(results[suite]):
+        if is_drawn(results[suite]) and not (is_of_pages and args.flags):
             figures.save(figure(results[suite]), args.results / suite / "curves")
     parts = [figures.html_text(LEGEND)]
     for suite, content in results.items():
@@ -583,7 +584,7 @@ def write(args: Args, results: dict[str, list[tuple[Row, Result | None]]]):
         parts += [figures.html_text(flags_line([row for row, _ in content]))]
         parts += [figures.html_image(figure(content))] if is_drawn(content) else []
     write_file(args.results / "index.html", figures.html_page("Benchmark", parts))
-    if args.results.resolve() == RESULTS and not args.flags:
+    if is_of_pages and not args.flags:
         for suite in args.suites:
             write_between(TABLES, suite, section(suite, results[suite]))
         for page in SUMMARY:

@@ -135,7 +135,7 @@ class AlignedGames(gym.vector.VectorEnv):
     Those of CutGames are cut after 4 steps, with a reward of 1 at every step; the last frames are marked.
     """
 
-    length, is_cut = 16, False
+    length, is_cut, terminates = 16, False, False
 
     def __init__(self, num_envs):
         self.num_envs = num_envs
@@ -162,7 +162,7 @@ class AlignedGames(gym.vector.VectorEnv):
             last = np.full((self.num_envs, 4, 84, 84), 100, np.uint8)
             infos = {"final_obs": last, "final_info": {"episode": episode, "_episode": over}}
         if self.is_cut:
-            return self.observe(), np.ones(self.num_envs), over & False, over, infos
+            return self.observe(), np.ones(self.num_envs), over & self.terminates, over, infos
         return self.observe(), self.actions / 4, over, over & False, infos
 
 

@@ -11,11 +11,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -585,6 +587,26 @@ def test_a_score_is_reached_by_twenty_episodes_at_least():
     assert np.isnan(compare.Result(row, {1: few[:4] - 507}, set(), set()).first(-100.0)[0])
 
 
+def test_a_row_has_its_seeds_and_a_run_its_threads(monkeypatch, capsys):
+    """Without --seeds, seeds 1 to the row's own; PyTorch gets the threads that runs.csv names."""
+    for suite, rows in SUITES.items():
+        expected = {(row, seed) for row in rows for seed in range(1, 1 + row.seeds)}
+        if expected:
+            assert set(planned(Args(suite))) == expected, suite
+        else:
+            with pytest.raises(SystemExit, match="2"):
+                planned(Args(suite))
+            assert "these rows are only run if they are given --seeds" in capsys.readouterr().err
+    started, row_and_seed = [], planned(Args("classic"))[0]
+    runs = [Run(Args("classic", results=Path("results"), threads=x), *row_and_seed) for x in (1, 3)]
+    runs[0].folder.mkdir(parents=True)
+    ended = SimpleNamespace(poll=lambda: 0, returncode=0)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **kwargs: started.append(kwargs["env"]) or ended)
+    for run in runs:
+        run.execute(threading.Event())
+    assert [x["OMP_NUM_THREADS"] for x in started] == ["1", "3"] == [str(run.threads) for run in runs]
+
+
 def test_flags_of_a_run():
     """The limit of an iteration is the user's; an environment may come from an installed package."""
     (row, seed), *_ = planned(Args("classic"))
@@ -1025,6 +1047,42 @@ def test_bands_are_quartiles_and_few_seeds_are_thin_lines(without_runs_here):
     assert band.get_datalim(ax.transData).bounds[1::2] == pytest.approx((1.75, 3.5))  # from, and how high
     (ax,) = compare.figure([(row, result((1.0, 2.0), row=row))]).axes
     assert [line.get_linewidth() for line in ax.lines] == [1.4, 0.5, 0.5] and not ax.collections
+
+
+def test_a_drawn_curve_is_the_mean_of_the_seeds_at_each_step(without_runs_here, monkeypatch):
+    """By hand: episodes of two seeds that learn, and the published curve with its band."""
+    target = Target("CleanRL", "CartPole-v1", curve="ppo.py")
+    row = Row("ppo", "CartPole-v1", 400, (target,))
+    ends = np.arange(1.0, 401)
+    seeds = {1: np.column_stack((ends, ends)), 2: np.column_stack((ends, 3 * ends))}
+    published = np.array([[100.0, 7.0, 2.0, 3.0], [400.0, 9.0, 1.0, 3.0]])  # step, mean, deviation, runs
+    monkeypatch.setattr(compare, "curves", lambda: {("ppo.py", "CartPole-v1"): published})
+    (ax,) = compare.figure([(row, compare.Result(row, seeds, set(), set()))]).axes
+    ours, *thin, theirs = ax.lines
+    steps, returns = ours.get_data()
+    assert steps.tolist() == np.arange(8.0, 401, 8).tolist()  # each is the mean of eight episodes
+    np.testing.assert_allclose(returns, 2 * (steps - 3.5))
+    for line, factor in zip(thin, (1, 3), strict=True):
+        np.testing.assert_allclose(line.get_ydata(), factor * (steps - 3.5))
+    assert [x.tolist() for x in theirs.get_data()] == [[100, 400], [7, 9]]
+    (band,) = ax.collections
+    assert {(x, y) for x, y in band.get_paths()[0].vertices} == {(100, 5), (100, 9), (400, 8), (400, 10)}
+
+
+@pytest.mark.parametrize("flags", ["", "--gamma 0.9"])
+@pytest.mark.parametrize("is_of_pages", [True, False])
+def test_pages_show_what_the_defaults_do(flags, is_of_pages, without_runs_here, monkeypatch):
+    """Other flags' results leave the project's own tables and figures as they are; one's own are drawn."""
+    saved, changed = [], []
+    monkeypatch.setattr(figures, "save", lambda figure, path: saved.append(path))
+    monkeypatch.setattr(compare, "write_between", lambda page, name, content: changed.append(name))
+    monkeypatch.setattr(compare, "RESULTS", Path("." if is_of_pages else "elsewhere").resolve())
+    row = Row("ppo", "CartPole-v1", 500_000)
+    results = {suite: [] for suite in SUITES} | {"classic": [(row, result(TEN, row=row))]}
+    compare.write(compare.Args(suites=("classic",), results=Path(), flags=flags), results)
+    assert saved == ([] if is_of_pages and flags else [Path("classic/curves")])
+    assert ("classic" in changed) == ("summary" in changed) == (is_of_pages and not flags)
+    assert Path("index.html").exists()
 
 
 def test_an_axis_begins_at_what_is_reached_after_a_tenth_of_the_steps():

@@ -157,6 +157,7 @@ def test_arguments_of_a_game(name, monkeypatch, capsys):
     args = script.Args(env_id="PongNoFrameskip-v4", env_kwargs=kwargs)
     first = [args.env_id] if name == "impala_vtrace" else []
     script.make_env(*first, args, 1).close()
+    assert made
     for kw in made:
         assert kw["repeat_action_probability"] == 0.5 and kw["max_num_frames_per_episode"] == 400
     wrong = {

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from conftest import (
     OTHERS,
     SCRIPTS,
     AlignedGames,
+    CutGames,
     aligned_args,
     games,
     one_line,
@@ -223,9 +224,11 @@ def test_checkpoints_that_are_none(script, monkeypatch, capsys):
     other = ppo_shared if script is ppo else ppo
     code = cli(other, "--resume", run_dir, monkeypatch=monkeypatch)
     assert_one_line_error(code, capsys, f"is a checkpoint of {script.SCRIPT}.py")
-    for flags in ("--seed 2", "--num-envs 8 --total-timesteps 640", "--num-steps 8"):
+    changes = ["--seed 2", "--num-envs 8 --total-timesteps 640", "--num-steps 8"]
+    for flags in (*changes, "--env-id Other-v0", """--env-kwargs {"a":1}"""):
         code = cli(script, "--resume", run_dir, *flags.split(), monkeypatch=monkeypatch)
-        assert_one_line_error(code, capsys, "--resume cannot change")
+        name = flags.split()[0][2:].replace("-", "_")
+        assert_one_line_error(code, capsys, f"--resume cannot change {name}")
     code = cli(script, "--resume", run_dir, "--evaluate", run_dir, monkeypatch=monkeypatch)
     assert_one_line_error(code, capsys, "not both")
     assert sorted(Path().rglob("*")) == before
@@ -424,17 +427,21 @@ def seeds_of(monkeypatch, script, args, stop_at=None):
     return seeds, [x for x in probes.Aligned.seeds if x is not None]
 
 
-@pytest.mark.parametrize("name", SCRIPTS | OTHERS)
-def test_stopped_and_resumed_twice_equals_uninterrupted_bit_for_bit(name, monkeypatch):
+@pytest.mark.parametrize(
+    "name,flags",
+    [*((name, {}) for name in SCRIPTS | OTHERS), ("impala_vtrace", dict(optimizer="rmsprop"))],
+    ids=[*SCRIPTS | OTHERS, "impala_vtrace with RMSProp"],
+)
+def test_stopped_and_resumed_twice_equals_uninterrupted_bit_for_bit(name, flags, monkeypatch):
     """And noise is seeded anew in every iteration, but the environments never as they once were."""
     script = (SCRIPTS | OTHERS)[name]
-    noise, tasks = seeds_of(monkeypatch, script, aligned_args(script, monkeypatch))
+    noise, tasks = seeds_of(monkeypatch, script, aligned_args(script, monkeypatch, **flags))
     (whole,) = Path("runs").iterdir()
     assert len(noise) == len(set(noise)) == 1 + 8 and noise[0] == 1
     assert tasks and min(tasks) == 1
     parts = None
     for step in (96, 160):
-        args = resumed(script, parts) if parts else aligned_args(script, monkeypatch)
+        args = resumed(script, parts) if parts else aligned_args(script, monkeypatch, **flags)
         first = torch.load(parts / "checkpoint.pt", weights_only=True)["iteration"] if parts else 0
         some_noise, some_tasks = seeds_of(monkeypatch, script, args, stop_at=step)
         assert (tasks == some_tasks) == (first == 0) and some_tasks
@@ -480,6 +487,22 @@ def parameters_of(run_dir):
     modules = [state[name] for name in ("agent", "curiosity") if name in state]
     statistics = ("_extra_state", ".mean", ".var", ".count", "distances")
     return torch.cat([x.flatten() for m in modules for k, x in m.items() if not k.endswith(statistics)])
+
+
+@pytest.mark.parametrize("name", SCRIPTS | OTHERS)
+def test_an_end_at_the_time_limit_is_an_end(name, monkeypatch):
+    """As where a goal is reached in the last step: nothing is bootstrapped, as it is where time ran out."""
+    script, is_boxed = (SCRIPTS | OTHERS)[name], name in ("ppo_continuous", "ppo_multidiscrete")
+    monkeypatch.setattr(ppo_atari, "make_env", lambda args, num_envs, video_dir=None: CutGames(num_envs))
+    flags = {} if name == "ppo_atari" else dict(env_id=f"Cut{'Box' * is_boxed}-v0")
+    learned = {}
+    for terminates in (True, False):
+        monkeypatch.setattr(CutGames if name == "ppo_atari" else probes.Cut, "terminates", terminates)
+        for bootstraps in (True, False):
+            run_dir = script.train(small_args(script, bootstrap_truncated=bootstraps, **flags))
+            learned[terminates, bootstraps] = parameters_of(run_dir)
+    assert torch.equal(learned[True, True], learned[True, False])
+    assert not torch.equal(learned[False, True], learned[False, False])
 
 
 @pytest.mark.parametrize("name", SCRIPTS | OTHERS)
@@ -853,7 +876,7 @@ def test_video(script, monkeypatch):
 
 
 def test_atari_evaluation_plays_whole_games(monkeypatch):
-    """Five lives and a raw score; and an id of ALE/ keeps its sticky actions and its own frame skip."""
+    """Of five lives each; and an id of ALE/ keeps its sticky actions and its own frame skip."""
     args = small_args(ppo_atari, env_id="ALE/Breakout-v5")
     run_dir = ppo_atari.train(args)
     assert (
@@ -941,6 +964,26 @@ def test_tracking_offline_and_resumed_as_the_same_run():
     files = list(Path("wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2 and {f.stem for f in files} == {f"run-{run_dir.name}"}, ids
     assert steps_of(run_dir) == [512, 1024, 1536, 2048]
+
+
+def test_what_is_tracked(script, monkeypatch):
+    """All that TensorBoard gets, as one run by its folder's name, also when it is resumed; with all flags."""
+    begun, env_id = [], QUICK[script]
+    wandb = SimpleNamespace(init=lambda **flags: begun.append(flags), Error=OSError)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    args = small_args(script, env_id=env_id, track=True)
+    run_dir = script.train(args)
+    more = args.total_timesteps + args.batch_size
+    script.train(replace(args, resume=str(run_dir), total_timesteps=more))
+    assert len(begun) == 2
+    for flags, steps in zip(begun, (args.total_timesteps, more), strict=True):
+        assert flags["sync_tensorboard"] is True and flags["resume"] == "allow"
+        assert flags["id"] == flags["name"] == run_dir.name
+        assert flags["group"] == f"{env_id}__{script.SCRIPT}" and flags["tags"] == [script.SCRIPT, env_id]
+        config = flags["config"]
+        assert config["exp_name"] == script.SCRIPT  # by which CleanRL's reports group runs
+        assert config.keys() - {"exp_name"} == asdict(args).keys()
+        assert (config["env_id"], config["total_timesteps"]) == (env_id, steps)
 
 
 def test_track_with_a_mode_that_wandb_does_not_know(script, monkeypatch, capsys):

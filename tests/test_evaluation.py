@@ -322,6 +322,22 @@ def test_evaluation_on_atari(player, monkeypatch, capsys):
     assert_calibrated(p, np.array(played.actions))
 
 
+def test_evaluation_is_in_the_precision_of_training(player, monkeypatch, capsys):
+    """A run with --amp is evaluated in bfloat16, too."""
+    short = dict(env_id="BreakoutNoFrameskip-v4", env_kwargs='{"max_num_frames_per_episode": 200}')
+    run_dir = player.train(small_atari_args(player, 8, amp=True, **short))
+    enabled, autocast = [], torch.autocast
+
+    def spy(*args, **flags):
+        context = autocast(*args, **flags)
+        enabled.append(context._enabled)
+        return context
+
+    monkeypatch.setattr(torch, "autocast", spy)
+    evaluate(player, run_dir, capsys)
+    assert {*enabled} == {True}
+
+
 def atari_logits(script, weights, played):
     """By what plain emulators show. LSTMs begin anew with each life; Never Give Up's with each game."""
     new_game = np.array([True, *played.over[:-1]])

@@ -389,7 +389,7 @@ def test_share_of_clipped_ratios():
 
 
 def test_corrections_of_the_ablation():
-    """one-step-is weighs the policy gradient of none; epsilon moves it a little; on-policy all agree."""
+    """All differ, epsilon by little from none; only V-trace has targets and bars; on policy all agree."""
     agent, batch = off_policy_batch()
     parts = dict(vf_coef=0.0, ent_coef=0.0)
     kinds = ("vtrace", "one-step-is", "epsilon", "none")
@@ -551,7 +551,8 @@ def test_asynchronous_run_learns_its_steps_and_leaves_no_thread():
     lags = [x for _, x in scalars(run_dir, "charts/policy_lag_max")]
     assert max(lags) <= 1
     for share in ("learner_wait", "actor_wait", "queue_fill"):
-        assert all(0 <= x <= 1 for _, x in scalars(run_dir, f"charts/{share}")), share
+        values = [x for _, x in scalars(run_dir, f"charts/{share}")]
+        assert values and 0 <= min(values) <= max(values) <= 1, share
     ends = [step for step, _ in scalars(run_dir, "charts/episodic_return")]
     assert ends == sorted(ends) and len(ends) > 50
     assert not actors_alive()

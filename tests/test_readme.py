@@ -189,6 +189,8 @@ def test_links_lead_somewhere():
 @pytest.mark.timeout(1800)
 def test_commands(clone):
     """One test, as a command goes on with what those before it left."""
+    typed = {name for name in SCRIPTS | OTHERS if any(f"{name}.py" in command for command in COMMANDS)}
+    assert len(COMMANDS) > 30 and typed == (SCRIPTS | OTHERS).keys() - {"ppo_shared"}
     for command in COMMANDS:
         if command.startswith("tensorboard"):
             check_tensorboard(command, clone)

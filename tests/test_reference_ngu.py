@@ -465,7 +465,7 @@ RUNS = {
 
 
 def test_defaults_are_those_of_the_papers():
-    """Where docs/ngu_r2d2.md names no other value."""
+    """Where docs/ngu.md names no other value."""
     args = ngu_r2d2.Args()
     assert (args.epsilon, args.priority_exponent, args.priority_eta) == (0.4, 0.9, 0.9)
     assert (args.importance_exponent, args.n_step, args.h_eps, args.max_grad_norm) == (0.6, 5, 1e-3, 40)

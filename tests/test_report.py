@@ -123,6 +123,10 @@ def test_curve_and_band():
     assert seeds[0].curve(RETURN, 0, np.array([0.5, 1, 50, 300, 301]), 100) == pytest.approx(
         expected, nan_ok=True
     )
+    minutes = np.array([0.2, 0.5, 25, 150, 151])  # half as many as steps
+    assert seeds[0].curve(RETURN, 1, minutes, 100) == pytest.approx(expected, nan_ok=True)
+    few = np.array([100.0, 200, 300])  # without a window: the last 1 + 300 // 3 values
+    assert seeds[0].curve(RETURN, 0, few, None) == pytest.approx([49.5, 149, 249])
     panel = report.panels_of({"ppo": seeds}, RETURN, "std")[0]
     ax = report.Figure().subplots()
     report.draw(ax, panel, {"ppo": {"color": "C0"}})

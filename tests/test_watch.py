@@ -3,12 +3,14 @@
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import scalars, small_args, wait_for
@@ -93,7 +95,8 @@ def evaluations(run):
     head, *rows = [line.split(",") for line in (run / "eval.csv").read_text(encoding="utf-8").splitlines()]
     assert head == ["step", "mean", "std", "episodes", "seconds"]
     for column, tag in ((1, "eval/episodic_return"), (2, "eval/episodic_return_std")):
-        assert scalars(run / "eval", tag) == [(int(row[0]), float(row[column])) for row in rows]
+        values = [(int(row[0]), np.float32(row[column])) for row in rows]  # as TensorBoard keeps them
+        assert scalars(run / "eval", tag) == values
     return [(int(row[0]), float(row[1])) for row in rows]
 
 
@@ -252,6 +255,27 @@ def test_a_hanging_evaluation_is_shown_and_ends_it(run):
     assert not (run / "eval.csv").exists()
 
 
+def test_the_picture(monkeypatch):
+    """Training's mean of the last 100 episodes, the evaluation with its deviation, and the best one."""
+    drawn, png = [], watch.figures.png
+    monkeypatch.setattr(watch.figures, "png", lambda figure: drawn.append(figure) or png(figure))
+    run = ppo.train(small_args(ppo, num_steps=256, total_timesteps=4096))
+    assert once(run, "--episodes", 4, monkeypatch=monkeypatch) == 0
+    (ax,), returns = drawn[-1].axes, scalars(run, "charts/episodic_return")
+    training, evaluation, star = ax.lines[0], *(x for x in ax.lines if x.get_marker() in (".", "*"))
+    assert len(returns) > 100 and training.get_xdata().tolist() == [step for step, _ in returns]
+    values = [x for _, x in returns]
+    expected = [np.mean(values[max(0, k - 99) : k + 1]) for k in range(len(values))]
+    np.testing.assert_allclose(training.get_ydata(), expected)
+    (evaluated,) = evaluations(run)
+    assert [*evaluation.get_xdata(), *evaluation.get_ydata()] == pytest.approx(evaluated)
+    (bars,) = ax.containers
+    (_, deviation), (mean,) = scalars(run / "eval", "eval/episodic_return_std")[0], evaluation.get_ydata()
+    (segment,) = bars.lines[2][0].get_segments()
+    np.testing.assert_allclose(segment[:, 1], [mean - deviation, mean + deviation])
+    assert [*star.get_xdata(), *star.get_ydata()] == pytest.approx(evaluated)
+
+
 def test_a_damaged_checkpoint(monkeypatch, capsys):
     """Cut at 50 places, and with a byte changed at 200: one line, or it is evaluated as if it were whole."""
     run = ppo.train(small_args(ppo))
@@ -266,11 +290,15 @@ def test_a_damaged_checkpoint(monkeypatch, capsys):
     changed = [whole[:k] + bytes([whole[k] ^ rng.randrange(1, 256)]) + whole[k + 1 :] for k in places]
     capsys.readouterr()
     refused = 0
+    (row,) = evaluations(run)
     for content in cut + changed:
         path.write_bytes(content)
+        for name in ("eval.csv", "best.pt", "eval"):  # or the step would not be evaluated again
+            shutil.rmtree(run / name) if (run / name).is_dir() else (run / name).unlink(missing_ok=True)
         code = once(run, "--episodes", 1, monkeypatch=monkeypatch)
         if code == 0:
-            assert content in changed and capsys.readouterr().err == ""
+            assert content in changed and "error" not in capsys.readouterr().err
+            assert evaluations(run) == [row]
         else:
             refused += 1
             assert_one_line_error(code, capsys, f"{path} is no readable checkpoint: ")
