@@ -39,6 +39,8 @@ def export(run_dir: Path | str, path: Path | str):
     # when each iteration was logged; charts/SPS alone leaves the first one out
     tags = [tag for tag in events.Tags()["scalars"] if tag == "charts/SPS" or tag.startswith("losses/")]
     ticks = sorted({e.step: e.wall_time for tag in tags for e in events.Scalars(tag)}.items())
+    if not ticks:
+        raise ValueError(f"{run_dir}: no iteration has been logged, so episodes have no time")
     # every start has written a file, named by its second: the time before it is no training
     starts = [float(path.name.split(".")[3]) for path in Path(run_dir).glob("events.out.tfevents.*")]
     clock = {}

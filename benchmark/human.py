@@ -2,10 +2,10 @@
 
     python benchmark/human.py runs/NAME [runs/NAME ...]
 
-It takes the mean of a run's last 100 episodes, and in a run of several games that of each game (tasks/). Of
-several runs of a game it takes the mean. It prints the median over the games, and the mean of what is capped
-at 100 %. Scores of random and human play are those of table C.1 of Espeholt et al. 2018
-(https://arxiv.org/abs/1802.01561), in published/atari_random_human.csv.
+It takes the mean of a run's last 100 episodes; in a run of several games that of each game (tasks/), and of
+several policies (ngu_r2d2.py) that of the first. Of several runs of a game it takes the mean. It prints the
+median over the games, and the mean of what is capped at 100 %. Scores of random and human play are those of
+table C.1 of Espeholt et al. 2018 (https://arxiv.org/abs/1802.01561), in published/atari_random_human.csv.
 """
 
 import csv
@@ -57,7 +57,8 @@ def last_returns(run: Path) -> dict[str, float]:
     if not tasks and "charts/episodic_return" not in tags:
         fail(f"{run} has no episodes")
     env_id = run.resolve().name.split("__")[0].replace("ALE-", "ALE/")
-    tasks = tasks or {env_id: "charts/episodic_return"}
+    of_first = "policies/return_0"  # of several policies (ngu_r2d2.py) the one to evaluate
+    tasks = tasks or {env_id: of_first if of_first in tags else "charts/episodic_return"}
     returns = {env_id: [event.value for event in events.Scalars(tag)] for env_id, tag in tasks.items()}
     return {env_id: float(np.mean(x[-100:])) for env_id, x in returns.items()}
 

@@ -46,7 +46,6 @@ from benchmark.suites import Row  # noqa: E402
 
 @dataclass
 class Suite(run.Args):
-    threads: int = 1  # of each run
     gpus: float = 0  # of each run, such as 0.25
     ray_address: str = "local"  # of a cluster, such as auto; local is this machine alone
 
@@ -79,8 +78,8 @@ class Population:
 # === Ray =====================================================================================
 
 
-def connect(args: Suite | Population):
-    """Ray, ready for tasks."""
+def connect(args: Suite | Population, threads: int):
+    """Ray, ready for tasks of up to so many threads."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -89,7 +88,7 @@ def connect(args: Suite | Population):
     options = dict(runtime_env=dict(env_vars=dict(PYTHONPATH=str(ROOT))))  # where tasks find benchmark/
     options |= dict(logging_level="error", log_to_driver=False)
     if args.ray_address == "local":
-        options |= dict(num_cpus=args.workers * args.threads, include_dashboard=False)
+        options |= dict(num_cpus=args.workers * threads, include_dashboard=False)
 
     def give_up():
         print(f"on_ray.py: error: --ray-address {args.ray_address}: no answer in 25 s", file=sys.stderr)
@@ -106,6 +105,10 @@ def connect(args: Suite | Population):
         patience.cancel()
     if args.ray_address == "local" and (found := ray.cluster_resources().get("GPU", 0)) < args.gpus:
         fail(f"--gpus {args.gpus:g}: Ray finds {found:g} on this machine")
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not any(node.get("CPU", 0) >= threads and node.get("GPU", 0) >= args.gpus for node in nodes):
+        text = f"no node has {threads} CPUs and {args.gpus:g} GPUs; the runs wait for one"
+        print(f"on_ray.py: {text}", file=sys.stderr, flush=True)
     return ray
 
 
@@ -131,8 +134,8 @@ def trained(ray, args: Suite | Population, trials: list[run.Run]) -> Iterator:
         signals.append(signal.SIGHUP)  # a terminal or a connection has gone, and nohup was not asked for
     for signum in signals:
         signal.signal(signum, lambda signum, _: stop.append(signum))
-    task = ray.remote(num_cpus=args.threads, num_gpus=args.gpus)(take_further)
-    running = {task.options(name=trial.name).remote(trial): trial for trial in trials}
+    task = ray.remote(num_gpus=args.gpus)(take_further)
+    running = {task.options(name=x.name, num_cpus=x.threads).remote(x): x for x in trials}
     try:
         while running and not stop:
             for ref in ray.wait(list(running), timeout=0.5)[0]:
@@ -163,7 +166,10 @@ def run_suite(args: Suite):
     trials = run.possible([Trial(args, row, seed) for row, seed in run.planned(args)])
     missing = [trial for trial in trials if not trial.is_done()]
     print(f"{len(trials) - len(missing)} of {len(trials)} runs are done")
-    for trial, (row, episodes) in trained(connect(args), args, missing) if missing else ():
+    if not missing:
+        return
+    ray = connect(args, max(trial.threads for trial in missing))
+    for trial, (row, episodes) in trained(ray, args, missing):
         run.write_row(trial.table, trial.name, None)
         write_file(trial.csv, episodes)
         run.write_row(trial.table, trial.name, row)
@@ -226,6 +232,8 @@ class Round(run.Run):
         return self.snapshot(self.number).exists()
 
     def train(self, stopping: threading.Event):
+        if self.identity["fingerprint"] != run.fingerprint(self.row):
+            raise RuntimeError(f"{self.row.script}.py is not what it was, or another one on this node")
         self.folder.mkdir(exist_ok=True)
         if self.parent:
             state = torch.load(self.parent, weights_only=True)
@@ -281,8 +289,12 @@ def run_population(args: Population):
             fail(f"{name} must be at least {least}")
     table = args.results / "pbt" / f"{args.name}.csv"
     rows = read_csv(table) if table.exists() else []
-    ray = connect(args) if len(rows) < args.rounds * N else None  # where it is missing, nothing is written
-    args.folder.parent.mkdir(parents=True, exist_ok=True)
+    # where Ray is missing, nothing is written
+    ray = connect(args, args.threads) if len(rows) < args.rounds * N else None
+    try:
+        args.folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--results: {error}")
     lock = FileLock(f"{args.folder}.lock")  # until this function returns
     if not run.is_taken(lock):
         fail(f"another on_ray.py goes on in {args.folder}")
@@ -296,6 +308,7 @@ def run_population(args: Population):
     following = [(k, dict(zip(first, row.tolist(), strict=True))) for k, row in enumerate(values)]
     for number in range(args.rounds):
         if len(rows) == number * N:
+            check_identity(args, table)  # the script may have been changed meanwhile
             rounds = [Round(args, number, k, *following[k]) for k in range(N)]
             results = {done.member: result for done, result in trained(ray, args, rounds)}
             for k, (parent, values) in enumerate(following):

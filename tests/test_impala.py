@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import scalars, steps_of
 from forks import run
+from torch.utils.tensorboard import SummaryWriter
 
 import impala_vtrace
 from benchmark import human
@@ -498,6 +499,25 @@ def test_human_normalized_scores_by_hand():
         "MontezumaRevengeNoFrameskip-v4": 0.0
     }
     assert len(human.bounds()) == 56
+
+
+def test_scores_are_of_the_last_games_of_the_policy_to_evaluate(monkeypatch, capsys):
+    """The last hundred, of several policies those of the first; what is above a human's is capped."""
+    tags = {
+        "PongNoFrameskip-v4__x__1__1": "charts/episodic_return",
+        "Breakout-v5__x__1__1": "policies/return_0",
+    }
+    for name, tag in tags.items():
+        with SummaryWriter(name) as writer:
+            for step in range(300):
+                writer.add_scalar("charts/episodic_return", 14.6 if step >= 200 else -20.7, step)
+                if "policies" in tag:
+                    writer.add_scalar(tag, 30.5 * 2 - 1.7 if step >= 200 else 0.0, step)
+    monkeypatch.setattr(sys, "argv", ["human.py", *tags])
+    human.main()
+    lines = ["PongNoFrameskip-v4: 100.0 %", "Breakout-v5: 200.0 %"]
+    lines += ["median 150.0 %, mean of what is capped 100.0 %"]
+    assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_three_games_in_one_network(monkeypatch):

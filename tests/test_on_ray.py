@@ -3,11 +3,14 @@
 import csv
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -131,6 +134,128 @@ def test_a_population_goes_on_from_its_parents_checkpoints():
     assert states[0, 1]["last_returns"][-20:] != states[1, 1]["last_returns"][-20:]  # other random numbers
 
 
+@pytest.fixture
+def pretended(monkeypatch):
+    """Stands in for Ray, and for training: a member's fitness comes of its learning rate and its number.
+
+    pretended(name) is a population of three that has its results in the folder name; with stops_in it is
+    stopped in that round.
+    """
+    monkeypatch.setattr(on_ray, "connect", lambda *_: None)
+
+    def population(name, stops_in=None, **flags):
+        def trained(ray, args, rounds):
+            for k in reversed(range(len(rounds))):  # in whatever order they end
+                learning_rate = float(re.search(r"--learning-rate (\S+)", rounds[k].row.flags)[1])
+                if rounds[k].number == stops_in and k == 1:
+                    sys.exit(130)
+                run_dir = rounds[k].folder / "runs/NAME"
+                run_dir.mkdir(parents=True, exist_ok=True)
+                (run_dir / "checkpoint.pt").touch()
+                yield rounds[k], (100 * abs(np.log(learning_rate)) + k, 4 * (1 + rounds[k].number))
+
+        monkeypatch.setattr(on_ray, "trained", trained)
+        flags = dict(population=3, rounds=4, round_steps=2048) | flags
+        on_ray.run_population(on_ray.Population(results=Path(name).absolute(), **flags))
+        return rows(f"{name}/pbt/CartPole-v1__ppo__pbt__{flags.get('seed', 1)}.csv")
+
+    return population
+
+
+def test_the_best_member_is_named(pretended, capsys):
+    """After each round, and whose checkpoint to evaluate at the end."""
+    table = pretended("results")
+    said, best = capsys.readouterr().out.splitlines(), []
+    for number in range(4):
+        fitness = [float(row["fitness"]) for row in table[3 * number : 3 * number + 3]]
+        best.append(int(np.argmax(fitness)))
+        text = f"step {2048 * (number + 1)}: best is member {best[-1]}, {max(fitness):.1f}, learning_rate "
+        assert said[number].startswith(text)
+    folder = Path("results/pbt/unfinished/CartPole-v1__ppo__pbt__1").absolute()
+    assert said[4] == f"python ppo.py --evaluate {folder}/member_{best[-1]}/runs/NAME"
+    assert len({row["fitness"] for row in table}) > 6
+
+
+def test_first_values_are_spread_on_both_sides(pretended):
+    """Log-uniformly, from the script's own by 1/spread to them by spread; a seed repeats them."""
+    values = []
+    for seed in range(1, 41):
+        table = pretended("results", rounds=1, seed=seed)
+        values += [[float(row["learning_rate"]) / 2.5e-4, float(row["ent_coef"]) / 0.01] for row in table]
+    logs = np.log(values) / np.log(4)
+    assert -1 <= logs.min() < -0.9 and 0.9 < logs.max() <= 1 and abs(logs.mean(0)).max() < 0.15
+    assert abs(np.corrcoef(logs.T)[0, 1]) < 0.3 and len(np.unique(logs)) == logs.size
+    assert pretended("again", rounds=1, seed=40) == table
+
+
+def test_a_stopped_population_goes_on_as_if_it_had_not_been(pretended):
+    whole = pretended("whole")
+    assert any(row["parent"] != row["member"] for row in whole)
+    for stops_in in (0, 1, 3):
+        with pytest.raises(SystemExit, match="130"):
+            pretended("parts", stops_in)
+        table = Path("parts/pbt/CartPole-v1__ppo__pbt__1.csv")
+        assert (rows(table) if table.exists() else []) == whole[: 3 * stops_in]
+    assert pretended("parts") == whole == pretended("parts")
+
+
+@pytest.mark.parametrize("flags", [dict(spread=2.0), dict(round_steps=4096), dict(flags="--gamma 0.9"), {}])
+def test_another_population_does_not_go_on_in_its_table(pretended, flags, monkeypatch, capsys):
+    """With other flags, or with another script: not even where it was changed between two rounds."""
+    table, fingerprint = pretended("results", rounds=2), on_ray.run.fingerprint
+    if not flags:
+        monkeypatch.setattr(on_ray.run, "fingerprint", lambda row: f"{fingerprint(row)} changed")
+    with pytest.raises(SystemExit, match="2"):
+        pretended("results", **flags)
+    name = next(iter(flags), "fingerprint")
+    assert re.search(rf"error: .*__1\.csv has {name} .*: remove it first\n$", capsys.readouterr().err)
+    assert rows("results/pbt/CartPole-v1__ppo__pbt__1.csv") == table
+    if not flags:
+        evolve = on_ray.evolve
+        monkeypatch.setattr(on_ray.run, "fingerprint", fingerprint)
+
+        def evolve_and_edit(*args):
+            monkeypatch.setattr(on_ray.run, "fingerprint", lambda row: f"{fingerprint(row)} changed")
+            return evolve(*args)
+
+        monkeypatch.setattr(on_ray, "evolve", evolve_and_edit)
+        with pytest.raises(SystemExit, match="2"):
+            pretended("edited")
+        assert len(rows("edited/pbt/CartPole-v1__ppo__pbt__1.csv")) == 3
+
+
+def test_a_signal_stops_the_tasks(monkeypatch):
+    """Exit code 130, and none is left; each task had as many CPUs as its run has threads."""
+    cancelled, asked, handlers = [], [], {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)}
+
+    class Task:
+        def options(self, **flags):
+            asked.append(flags)
+            return self
+
+        def remote(self, trial):
+            return trial.name
+
+    def wait(refs, timeout=None, num_returns=1):
+        if timeout:
+            signal.raise_signal(signal.SIGTERM)
+        return [], refs
+
+    ray = SimpleNamespace(remote=lambda **_: lambda function: Task(), wait=wait, cancel=cancelled.append)
+    ray.exceptions = SimpleNamespace(RayError=ZeroDivisionError)
+    args = on_ray.Suite("atari", results=Path())
+    trials = [on_ray.Trial(replace(args, threads=x), on_ray.run.SUITES["atari"][0], 1) for x in (None, 1)]
+    trials[1].name = "other"
+    try:
+        with pytest.raises(SystemExit) as end:
+            list(on_ray.trained(ray, args, trials))
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+    assert end.value.code == 130 and cancelled == [trial.name for trial in trials]
+    assert [x["num_cpus"] for x in asked] == [2, 1]
+
+
 def test_a_suite_has_the_results_of_run_py():
     pytest.importorskip("ray")
     flags = [
@@ -197,7 +322,7 @@ def test_mistakes(flags, message, monkeypatch, capsys):
 
 def test_a_population_that_goes_on_elsewhere(monkeypatch, capsys):
     """A second one of its name is refused, also before the first round has ended."""
-    monkeypatch.setattr(on_ray, "connect", lambda args: None)
+    monkeypatch.setattr(on_ray, "connect", lambda *_: None)
     args = on_ray.Population(results=Path("results").absolute(), flags="--gamma 0.9")
     args.env_id = "CartPole-v1"
     member = args.folder / "member_0"

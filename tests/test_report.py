@@ -112,6 +112,26 @@ def test_panels_of_all_that_was_logged(runs):
     assert all(len(ax.collections) == 2 for ax in main.axes)  # a band a group
 
 
+def test_episodes_of_the_first_policy():
+    """Of several policies, the CSV has those of the one that is evaluated, each as often as it ended."""
+    points, expected = [("losses/td_loss", 100 * k, 0.5) for k in range(1, 7)], []
+    for k, (policy, value) in enumerate([(1, 9.0), (0, 1.0), (0, 1.0), (1, 1.0), (0, 2.0), (1, 2.0)]):
+        step = 200 if k in (1, 2, 3) else 100 * (k + 1)
+        points += [("charts/episodic_return", step, value), ("charts/episodic_length", step, 10 + k)]
+        points += [(f"policies/return_{policy}", step, value)]
+        expected += [(step, value)] if policy == 0 else []
+    export(write_run("some", points), "some.csv")
+    found = [(int(row["step"]), float(row["return"])) for row in read_csv(Path("some.csv"))]
+    assert found == expected == [(200, 1), (200, 1), (500, 2)]
+    others = [(tag.replace("return_0", "return_2"), *x) for tag, *x in points]
+    for name, rest, words in (
+        ("none", others, "no episode of the first policy has ended"),
+        ("new", [x for x in points if "losses" not in x[0]], "no iteration has been logged"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            export(write_run(name, rest), f"{name}.csv")
+
+
 def test_curve_and_band():
     """Two seeds, one of them shorter: the mean ends with it."""
     points = np.column_stack((np.arange(1, 301), np.arange(1, 301) / 2, np.arange(300.0)))

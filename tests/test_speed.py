@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import gymnasium as gym
 import pytest
 import torch
 
-from benchmark.speed import sb3_ppo, scaling, speed
+from benchmark.speed import plain_ppo, sb3_ppo, scaling, speed
 from benchmark.studies import soak
 
 ROOT = Path(__file__).parent.parent
@@ -36,6 +38,33 @@ def test_stable_baselines3_has_the_same_network_and_settings(name):
     assert model.n_steps * model.n_envs == args.batch_size == model.batch_size * args.num_minibatches
     assert model.lr_schedule(0.5) == args.learning_rate / 2 and model.n_epochs == args.update_epochs
     model.env.close()
+
+
+def test_the_yardsticks_leave_the_first_iteration_out(monkeypatch, capsys):
+    """As the scripts' rates do, of which none counts the start: by clocks that tell made-up times."""
+    seconds, step = [0.0], gym.vector.SyncVectorEnv.step
+
+    def slow_at_first(envs, actions):
+        seconds.append(seconds[-1] + (100 if len(seconds) <= 128 else 0.5))
+        return step(envs, actions)
+
+    monkeypatch.setattr(gym.vector.SyncVectorEnv, "step", slow_at_first)
+    monkeypatch.setattr(plain_ppo, "time", SimpleNamespace(perf_counter=lambda: seconds[-1]))
+    assert plain_ppo.run("CartPole-v1", 3 * 512) == 2 * 512 / (2 * 128 * 0.5)
+
+    def learn(steps, clock):
+        clock._on_training_start()
+        for _ in range(steps // 512):
+            clock._on_rollout_start()
+
+    times = iter([0, 100, 110, 120])
+    monkeypatch.setattr(sb3_ppo, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    model = SimpleNamespace(learn=learn, ep_info_buffer=[dict(r=7.0)])
+    monkeypatch.setattr(sb3_ppo, "make_model", lambda *_: model)
+    monkeypatch.setattr(sys, "argv", ["sb3_ppo.py", "ppo", "--total-timesteps", "1536"])
+    sb3_ppo.main()
+    said = ["return 7.00 of the last 1 episodes", "51.2 steps/s"]  # 2 * 512 in 20 seconds
+    assert capsys.readouterr().out.splitlines() == said
 
 
 def test_a_row_beside_older_ones():

@@ -109,6 +109,7 @@ def main():
                 medians = (round(median(x), 1) for x in zip(*pairs, strict=True))
                 rows.append([round(args.minutes * part / PARTS, 2), script, *medians])
             if args.csv:
+                args.csv.parent.mkdir(parents=True, exist_ok=True)
                 with open(args.csv, "w", encoding="utf-8", newline="") as file:
                     csv.writer(file, lineterminator="\n").writerows([HEAD, *rows])
     finally:

@@ -331,11 +331,12 @@ def try_mutants(tree, script, mutants, args):
                 is_slow = bool(row) and row["status"] == "survived" and args.slow and row["slow"] == "no"
                 if row and not is_slow:
                     continue
+                passed = int(row["tests"]) if is_slow else 0
                 tests = [x for x in tree.tests_of(script, mutant) if x not in untrusted]
                 tests = [x for x in tests if tree.tests[x]["slow"] or not is_slow]  # the others have passed
                 status, test = tree.run(tests, script, mutant) if tests else ("survived", "")
                 row = dict(zip(COLUMNS, (*mutant.key, mutant.operator, status, test), strict=False))
-                row |= dict(tests=len(tests), slow="yes" if args.slow else "no")
+                row |= dict(tests=passed + len(tests), slow="yes" if args.slow else "no")
                 done[mutant.key] = row | dict(seconds=round(time.monotonic() - start, 1))
                 writer.writerow(done[mutant.key])
                 file.flush()
