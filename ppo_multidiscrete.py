@@ -767,11 +767,12 @@ def start_logging(args: Args, run_dir: Path, first_step: int) -> SummaryWriter:
 
 
 def save_checkpoint(run_dir: Path, args: Args, parts: dict, numbers: dict):
-    """Saves atomically: a kill leaves the old checkpoint or the new one."""
+    """Saves atomically: a kill or a power cut leaves the old checkpoint or the new one."""
     state = {name: part.state_dict() for name, part in parts.items()} | numbers
     state |= dict(script=SCRIPT, args=asdict(args) | dict(resume=None))
     with open(run_dir / "checkpoint.tmp", "wb") as file:
         torch.save(state, file)  # torch.save names a full disk only when it writes to a file object
+        os.fsync(file.fileno())  # on the disk before the old one is replaced
     (run_dir / "checkpoint.tmp").replace(run_dir / "checkpoint.pt")
 
 

@@ -984,6 +984,63 @@ def test_what_is_tracked(script, monkeypatch):
         assert config["exp_name"] == script.SCRIPT  # by which CleanRL's reports group runs
         assert config.keys() - {"exp_name"} == asdict(args).keys()
         assert (config["env_id"], config["total_timesteps"]) == (env_id, steps)
+        assert flags["settings"]["reinit"] == "finish_previous"  # each train() of a program is a run
+    events = EventAccumulator(str(run_dir)).Reload()
+    text = events.Tensors("args/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert all(f"    {name}: " in text for name in asdict(args)) and f"total_timesteps: {more}" in text
+    monkeypatch.setitem(sys.modules, "wandb", None)  # it is not needed to play
+    assert cli(script, "--evaluate", run_dir, "--eval-episodes", 1, monkeypatch=monkeypatch) == 0
+
+
+def test_the_bar_of_a_resumed_run_begins_where_the_run_was(script, monkeypatch):
+    """Or its rate would count old steps. In a log, a line every ten seconds is enough."""
+    shown, tqdm = [], script.tqdm
+    monkeypatch.setattr(script, "tqdm", lambda *args, **flags: shown.append(flags) or tqdm(*args, **flags))
+    args = small_args(script)
+    run_dir = script.train(args)
+    more = args.total_timesteps + 2 * args.batch_size
+    script.train(replace(args, resume=str(run_dir), total_timesteps=more))
+    steps = args.num_iterations * args.batch_size
+    assert [(x["initial"], x["total"]) for x in shown] == [(0, steps), (steps, more)]
+    assert all(x["mininterval"] == 10 and x["bar_format"].endswith("\n") for x in shown)
+
+
+def test_a_signal_to_another_process_ends_this_one_too(script, monkeypatch):
+    """After the same iteration: what torchrun's processes were told is compared at the end of each."""
+    told, original = [], script.over_processes
+
+    def over_processes(operation, x):
+        if sys._getframe(1).f_code.co_name == "iterations" and operation == "MAX":
+            told.append(x)
+            return max(x, signal.SIGTERM if len(told) == 2 else 0)
+        return original(operation, x)
+
+    monkeypatch.setattr(script, "over_processes", over_processes)
+    args = small_args(script)
+    args.total_timesteps = 4 * args.batch_size
+    with pytest.raises(SystemExit, match="143"):
+        script.train(args)
+    (run_dir,) = Path("runs").iterdir()
+    assert told == [0, 0] and script.load_checkpoint(run_dir)["iteration"] == 2
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_replaces_the_old_one(script, monkeypatch):
+    """Else a power cut may leave an empty file under its name."""
+    done, fsync, rename = [], os.fsync, Path.replace
+
+    def synced(fd):
+        done.append(os.fstat(fd).st_size)
+        fsync(fd)
+
+    def replaced(path, target):
+        if path.name == "checkpoint.tmp":
+            assert done[-1:] == [path.stat().st_size] and done.pop() > 1000
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", replaced)
+    script.train(small_args(script, save_every=1))
+    assert not done
 
 
 def test_track_with_a_mode_that_wandb_does_not_know(script, monkeypatch, capsys):

@@ -72,6 +72,27 @@ def test_environment_that_hangs_is_shown_and_ends_the_run(script, flags):
     assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"] > 0
 
 
+def test_an_actor_that_waits_for_room_is_no_stall(script, monkeypatch):
+    """It is watched only while it plays: with several actors, a turn takes several iterations."""
+    waiting, playing = [], []
+    acquire, play = threading.Semaphore.acquire, script.play
+
+    def noted(room, *args, **flags):
+        if threading.current_thread().name.startswith("actor"):
+            waiting.append(threading.current_thread().name in script.HEARTBEATS)
+        return acquire(room, *args, **flags)
+
+    def played(*args):
+        playing.append(threading.current_thread().name in script.HEARTBEATS)
+        return play(*args)
+
+    monkeypatch.setattr(threading.Semaphore, "acquire", noted)
+    monkeypatch.setattr(script, "play", played)
+    script.train(small(script, num_actors=2))
+    assert len(waiting) > 10 and not any(waiting)
+    assert len(playing) > 5 and all(playing)
+
+
 def test_the_end_waits_for_a_step_and_not_for_a_segment(script):
     """When the learner has saved its last checkpoint, the actors are at segments of 2 s that nobody takes."""
     run_dir = script.train(small(script, env_id="Slow-v0", num_envs=2, num_steps=10, total_timesteps=20 * 2))

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -1201,6 +1202,10 @@ def test_run_logs_what_it_is_made_of():
     for _, episodic_return in by_policy[0]:  # raw: 1 + 2 + ... + n tenths
         assert any(episodic_return == pytest.approx(n * (n + 1) / 20, rel=1e-5) for n in range(1, 30))
     assert 4 * 6 / 24 * 0.5 < scalars(run_dir, "charts/replay_ratio")[-1][1] < 4 * 9 / 24
+    ngu_r2d2.train(
+        replace(ngu_r2d2.load_checkpoint(run_dir)["args"], resume=str(run_dir), total_timesteps=2640)
+    )
+    assert 4 * 6 / 24 * 0.5 < scalars(run_dir, "charts/replay_ratio")[-1][1] < 4 * 9 / 24  # of its own steps
 
 
 def test_r2d2_alone_has_no_intrinsic_reward(monkeypatch):
