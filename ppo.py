@@ -38,7 +38,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many there are
 @dataclass
 class Args:
     env_id: str = "CartPole-v1"  # Gymnasium id of the task
-    env_kwargs: str = "{}"  # arguments of the environment in JSON, such as '{"max_steps": 100}'
+    env_kwargs: str = "{}"  # arguments of the environment in JSON, such as MiniGrid's '{"max_steps": 100}'
     total_timesteps: int = 500_000  # environment steps, summed over the parallel environments
     seed: int = 1  # of Python, NumPy, PyTorch and the environments
 
@@ -113,7 +113,7 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
         envs = gym.vector.SyncVectorEnv([make] * num_envs, autoreset_mode=same_step)
     except (gym.error.Error, ImportError, TypeError) as error:
         fail_to_make(args.env_id, error)
-    check_spaces(args.env_id, envs)  # refuses what Agent cannot play: to be changed with Agent
+    check_spaces(args.env_id, envs)  # refuses what Agent cannot play; change both together
     return envs
 
 
@@ -256,7 +256,7 @@ def train(args: Args) -> Path:
     dones = np.zeros((T, N), np.float32)
     next_obs, _ = envs.reset(seed=run.seed)  # args.seed; another in each process, and after --resume
     # Counts from 0, or where --resume goes on. Before each iteration, Python, NumPy and PyTorch are seeded by
-    # args.seed, RANK and its number (environments are not); after it, a checkpoint is saved if due.
+    # args.seed, RANK and iteration (environments are not); after it, a checkpoint is saved if due.
     for iteration in run.iterations():
         frac = 1 - iteration / args.num_iterations
         lr.fill_(args.learning_rate * (frac if args.anneal_lr else 1))  # detail 4: learning rate annealing

@@ -43,7 +43,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many there are
 @dataclass
 class Args:
     env_id: str = "BreakoutNoFrameskip-v4"  # Gymnasium id of the task
-    env_kwargs: str = "{}"  # arguments of the environment in JSON, such as '{"max_steps": 100}'
+    env_kwargs: str = "{}"  # arguments of the environment in JSON, such as MiniGrid's '{"max_steps": 100}'
     total_timesteps: int = 10_000_000  # environment steps, summed over the parallel environments
     seed: int = 1  # of Python, NumPy, PyTorch and the environments
 
@@ -202,7 +202,7 @@ class AtariEnvs(gym.vector.VectorEnv):
 
     def _begin_episodes(self, frames: dict[int, np.ndarray]):
         """Begins the episodes of some games, side by side, with the first frame of each."""
-        for action in self.first_actions:  # detail 17: FIRE, which starts most games, and the action after it
+        for action in self.first_actions:  # detail 17: FIRE, which some games wait for, and action 2
             for n in frames:
                 self._send(n, action)
             again = []
@@ -231,9 +231,8 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
     except (gym.error.Error, ImportError, TypeError) as error:
         fail_to_make(args.env_id, error)
     check_game(args, spec)
-    return AtariEnvs(
-        spec.kwargs | json.loads(args.env_kwargs), num_envs, 4, video_dir
-    )  # detail 1: vectorized architecture
+    # detail 1: vectorized architecture
+    return AtariEnvs(spec.kwargs | json.loads(args.env_kwargs), num_envs, 4, video_dir)
 
 
 # === Agent ===================================================================================
@@ -377,7 +376,7 @@ def train(args: Args) -> Path:
     dones = np.zeros((T, N), np.float32)
     next_obs, _ = envs.reset(seed=run.seed)  # args.seed; another in each process, and after --resume
     # Counts from 0, or where --resume goes on. Before each iteration, Python, NumPy and PyTorch are seeded by
-    # args.seed, RANK and its number (environments are not); after it, a checkpoint is saved if due.
+    # args.seed, RANK and iteration (environments are not); after it, a checkpoint is saved if due.
     for iteration in run.iterations():
         frac = 1 - iteration / args.num_iterations
         lr.fill_(args.learning_rate * (frac if args.anneal_lr else 1))  # detail 4: learning rate annealing

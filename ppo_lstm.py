@@ -45,7 +45,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many there are
 @dataclass
 class Args:
     env_id: str = "BreakoutNoFrameskip-v4"  # Gymnasium id of the task
-    env_kwargs: str = "{}"  # arguments of the environment in JSON, such as '{"max_steps": 100}'
+    env_kwargs: str = "{}"  # arguments of the environment in JSON, such as MiniGrid's '{"max_steps": 100}'
     total_timesteps: int = 10_000_000  # environment steps, summed over the parallel environments
     seed: int = 1  # of Python, NumPy, PyTorch and the environments
 
@@ -204,7 +204,7 @@ class AtariEnvs(gym.vector.VectorEnv):
 
     def _begin_episodes(self, frames: dict[int, np.ndarray]):
         """Begins the episodes of some games, side by side, with the first frame of each."""
-        for action in self.first_actions:  # detail 17: FIRE, which starts most games, and the action after it
+        for action in self.first_actions:  # detail 17: FIRE, which some games wait for, and action 2
             for n in frames:
                 self._send(n, action)
             again = []
@@ -252,7 +252,7 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
         envs = gym.vector.SyncVectorEnv([make] * num_envs, autoreset_mode=same_step)
     except (gym.error.Error, ImportError, TypeError) as error:
         fail_to_make(args.env_id, error)
-    check_spaces(args.env_id, envs)  # refuses what Agent cannot play: to be changed with Agent
+    check_spaces(args.env_id, envs)  # refuses what Agent cannot play; change both together
     return envs
 
 

@@ -42,7 +42,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many there are
 @dataclass
 class Args:
     env_id: str = "HalfCheetah-v4"  # Gymnasium id of the task
-    env_kwargs: str = "{}"  # arguments of the environment in JSON, such as '{"max_steps": 100}'
+    env_kwargs: str = "{}"  # arguments of the environment in JSON, such as MiniGrid's '{"max_steps": 100}'
     total_timesteps: int = 1_000_000  # environment steps, summed over the parallel environments
     seed: int = 1  # of Python, NumPy, PyTorch and the environments
 

@@ -10,7 +10,8 @@ of the same version of the task, and all that was published, pooled. verdict.py 
 are; a row that was cut has "cut" for a word, one with seeds of several builds or of an unknown one says that.
 A row that is below the first group that gives an interval: exit code 1.
 
-With a --total-timesteps in --flags nothing was published. Where a row was not run, but results of other flags
+With --flags, the project's own pages and figures stay as they are; index.html shows those runs. With a
+--total-timesteps in --flags nothing was published. Where a row was not run, but results of other flags
 are there, a line below the table names the flags.
 """
 
@@ -66,7 +67,7 @@ class Args:
     suites: SuiteNames = tuple(SUITES)
     results: Path = RESULTS  # folder of run.py to read, and where figures and the page go
     flags: str = ""  # results of runs with these flags of run.py
-    write: bool = False  # write figures and index.html; the tables of the pages, if they are of its results
+    write: bool = False  # write index.html and figures; of the project's own results also the pages' tables
     reach: float | None = None  # say at which steps the mean of 20 episodes first was so high
 
 
@@ -572,11 +573,15 @@ def write_between(page: Path, name: str, content: str):
     write_file(page, before + begin + content + end + after)
 
 
+def draws_suites(args: Args) -> bool:
+    """Whether each suite gets a figure. Those of the project's own pages show no runs of other flags."""
+    return args.write and not (args.flags and args.results.resolve() == RESULTS)
+
+
 def write(args: Args, results: dict[str, list[tuple[Row, Result | None]]]):
     """Figures of the suites asked for, the page of all, and the tables of the other pages."""
-    is_of_pages = args.results.resolve() == RESULTS  # which show what the defaults do
     for suite in args.suites:
-        if is_drawn(results[suite]) and not (is_of_pages and args.flags):
+        if is_drawn(results[suite]) and draws_suites(args):
             figures.save(figure(results[suite]), args.results / suite / "curves")
     parts = [figures.html_text(LEGEND)]
     for suite, content in results.items():
@@ -584,7 +589,7 @@ def write(args: Args, results: dict[str, list[tuple[Row, Result | None]]]):
         parts += [figures.html_text(flags_line([row for row, _ in content]))]
         parts += [figures.html_image(figure(content))] if is_drawn(content) else []
     write_file(args.results / "index.html", figures.html_page("Benchmark", parts))
-    if is_of_pages and not args.flags:
+    if args.results.resolve() == RESULTS and not args.flags:
         for suite in args.suites:
             write_between(TABLES, suite, section(suite, results[suite]))
         for page in SUMMARY:
@@ -612,7 +617,7 @@ def main():
     results = {suite: [(row, load(suite, row, args)) for row in suites[suite]] for suite in suites}
     is_below = False
     for suite in args.suites:
-        print(f"\n{suite}\n\n{section(suite, results[suite], args.results if args.write else None)}")
+        print(f"\n{suite}\n\n{section(suite, results[suite], args.results if draws_suites(args) else None)}")
         for line in hints(suite, results[suite], args):
             print(line)
         for row, result in results[suite] if args.reach is not None else ():

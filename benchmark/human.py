@@ -57,8 +57,10 @@ def last_returns(run: Path) -> dict[str, float]:
     if not tasks and "charts/episodic_return" not in tags:
         fail(f"{run} has no episodes")
     env_id = run.resolve().name.split("__")[0].replace("ALE-", "ALE/")
-    of_first = "policies/return_0"  # of several policies (ngu_r2d2.py) the one to evaluate
-    tasks = tasks or {env_id: of_first if of_first in tags else "charts/episodic_return"}
+    of_first, has_policies = "policies/return_0", any(tag.startswith("policies/return_") for tag in tags)
+    if has_policies and of_first not in tags:
+        fail(f"{run}: no episode of the first policy has ended")
+    tasks = tasks or {env_id: of_first if has_policies else "charts/episodic_return"}
     returns = {env_id: [event.value for event in events.Scalars(tag)] for env_id, tag in tasks.items()}
     return {env_id: float(np.mean(x[-100:])) for env_id, x in returns.items()}
 

@@ -107,7 +107,8 @@ def connect(args: Suite | Population, threads: int):
         fail(f"--gpus {args.gpus:g}: Ray finds {found:g} on this machine")
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if not any(node.get("CPU", 0) >= threads and node.get("GPU", 0) >= args.gpus for node in nodes):
-        text = f"no node has {threads} CPUs and {args.gpus:g} GPUs; the runs wait for one"
+        gpus = f" and {args.gpus:g} of a GPU" if args.gpus else ""
+        text = f"no node has {threads} CPUs{gpus}; the runs wait until one has"
         print(f"on_ray.py: {text}", file=sys.stderr, flush=True)
     return ray
 
@@ -134,8 +135,9 @@ def trained(ray, args: Suite | Population, trials: list[run.Run]) -> Iterator:
         signals.append(signal.SIGHUP)  # a terminal or a connection has gone, and nohup was not asked for
     for signum in signals:
         signal.signal(signum, lambda signum, _: stop.append(signum))
-    task = ray.remote(num_gpus=args.gpus)(take_further)
-    running = {task.options(name=x.name, num_cpus=x.threads).remote(x): x for x in trials}
+    threads = max(trial.threads for trial in trials)  # of each, or more than --workers would run at a time
+    task = ray.remote(num_cpus=threads, num_gpus=args.gpus)(take_further)
+    running = {task.options(name=trial.name).remote(trial): trial for trial in trials}
     try:
         while running and not stop:
             for ref in ray.wait(list(running), timeout=0.5)[0]:
@@ -233,7 +235,8 @@ class Round(run.Run):
 
     def train(self, stopping: threading.Event):
         if self.identity["fingerprint"] != run.fingerprint(self.row):
-            raise RuntimeError(f"{self.row.script}.py is not what it was, or another one on this node")
+            text = f"{self.row.script}.py has changed since the round began, or is another one on this node"
+            raise RuntimeError(text)
         self.folder.mkdir(exist_ok=True)
         if self.parent:
             state = torch.load(self.parent, weights_only=True)
@@ -270,7 +273,8 @@ def check_identity(args: Population, table: Path):
     if table.exists():
         for name, x in identity.items():
             if before is None or before[name] != x:
-                fail(f"{table} has {name} {before[name] if before else 'unknown'}, not {x}: remove it first")
+                was = before[name] if before else "unknown"
+                fail(f"{table} has {name} {was}, not {x}: put that back, or remove the table")
     else:
         table.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, json.dumps(identity | run.build() | run.machine(), indent=1))
@@ -308,7 +312,8 @@ def run_population(args: Population):
     following = [(k, dict(zip(first, row.tolist(), strict=True))) for k, row in enumerate(values)]
     for number in range(args.rounds):
         if len(rows) == number * N:
-            check_identity(args, table)  # the script may have been changed meanwhile
+            if number:
+                check_identity(args, table)  # the script may have been changed since the last round
             rounds = [Round(args, number, k, *following[k]) for k in range(N)]
             results = {done.member: result for done, result in trained(ray, args, rounds)}
             for k, (parent, values) in enumerate(following):

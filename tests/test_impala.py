@@ -518,6 +518,13 @@ def test_scores_are_of_the_last_games_of_the_policy_to_evaluate(monkeypatch, cap
     lines = ["PongNoFrameskip-v4: 100.0 %", "Breakout-v5: 200.0 %"]
     lines += ["median 150.0 %, mean of what is capped 100.0 %"]
     assert capsys.readouterr().out.splitlines() == lines
+    with SummaryWriter("Pong-v5__x__2__1") as writer:
+        for tag in ("charts/episodic_return", "policies/return_1"):
+            writer.add_scalar(tag, 1.0, 1)
+    monkeypatch.setattr(sys, "argv", ["human.py", "Pong-v5__x__2__1"])
+    with pytest.raises(SystemExit, match="2"):
+        human.main()
+    assert "no episode of the first policy has ended" in capsys.readouterr().err
 
 
 def test_three_games_in_one_network(monkeypatch):

@@ -7,8 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +20,7 @@ from conftest import scalars
 from filelock import FileLock
 
 from benchmark import on_ray
+from benchmark.suites import Row
 
 ROOT = Path(__file__).parent.parent
 
@@ -142,6 +143,8 @@ def pretended(monkeypatch):
     stopped in that round.
     """
     monkeypatch.setattr(on_ray, "connect", lambda *_: None)
+    for name in ("build", "machine"):
+        monkeypatch.setattr(on_ray.run, name, dict)
 
     def population(name, stops_in=None, **flags):
         def trained(ray, args, rounds):
@@ -208,7 +211,9 @@ def test_another_population_does_not_go_on_in_its_table(pretended, flags, monkey
     with pytest.raises(SystemExit, match="2"):
         pretended("results", **flags)
     name = next(iter(flags), "fingerprint")
-    assert re.search(rf"error: .*__1\.csv has {name} .*: remove it first\n$", capsys.readouterr().err)
+    assert re.search(
+        rf"error: .*__1\.csv has {name} .*: put that back, or remove the table\n$", capsys.readouterr().err
+    )
     assert rows("results/pbt/CartPole-v1__ppo__pbt__1.csv") == table
     if not flags:
         evolve = on_ray.evolve
@@ -225,27 +230,24 @@ def test_another_population_does_not_go_on_in_its_table(pretended, flags, monkey
 
 
 def test_a_signal_stops_the_tasks(monkeypatch):
-    """Exit code 130, and none is left; each task had as many CPUs as its run has threads."""
-    cancelled, asked, handlers = [], [], {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)}
+    """Exit code 130, and none is left. All ask for as many CPUs, so no more than --workers run at a time."""
+    cancelled, asked = [], []
+    handlers = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
-    class Task:
-        def options(self, **flags):
-            asked.append(flags)
-            return self
-
-        def remote(self, trial):
-            return trial.name
+    def remote(**flags):
+        asked.append(flags)
+        task = SimpleNamespace(remote=lambda trial: trial.name)
+        return lambda function: SimpleNamespace(options=lambda **_: task)
 
     def wait(refs, timeout=None, num_returns=1):
         if timeout:
             signal.raise_signal(signal.SIGTERM)
         return [], refs
 
-    ray = SimpleNamespace(remote=lambda **_: lambda function: Task(), wait=wait, cancel=cancelled.append)
+    ray = SimpleNamespace(remote=remote, wait=wait, cancel=cancelled.append)
     ray.exceptions = SimpleNamespace(RayError=ZeroDivisionError)
-    args = on_ray.Suite("atari", results=Path())
-    trials = [on_ray.Trial(replace(args, threads=x), on_ray.run.SUITES["atari"][0], 1) for x in (None, 1)]
-    trials[1].name = "other"
+    args = on_ray.Suite("classic", results=Path(), gpus=0.5)
+    trials = [on_ray.Trial(args, Row("ppo", "CartPole-v1", 4096, threads=x), x) for x in (1, 3, 2)]
     try:
         with pytest.raises(SystemExit) as end:
             list(on_ray.trained(ray, args, trials))
@@ -253,7 +255,60 @@ def test_a_signal_stops_the_tasks(monkeypatch):
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
     assert end.value.code == 130 and cancelled == [trial.name for trial in trials]
-    assert [x["num_cpus"] for x in asked] == [2, 1]
+    assert asked == [dict(num_cpus=3, num_gpus=0.5)]
+
+
+def pretended_ray(nodes):
+    """What connect() needs of Ray; begun has what init() was given."""
+    begun, resources = [], {name: sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU")}
+    init = lambda *args, **flags: begun.append((*args, flags))  # noqa: E731
+    nodes = [dict(Alive=True, Resources=x) for x in nodes] + [
+        dict(Alive=False, Resources=dict(CPU=99, GPU=9))
+    ]
+    return SimpleNamespace(init=init, nodes=lambda: nodes, cluster_resources=lambda: resources, begun=begun)
+
+
+@pytest.mark.parametrize(
+    "threads, gpus, said",
+    [
+        (4, 0.5, ""),
+        (8, 0, ""),
+        (16, 0, "no node has 16 CPUs; the runs wait until one has"),
+        (8, 1, "no node has 8 CPUs and 1 of a GPU; the runs wait until one has"),
+    ],
+)
+def test_runs_that_no_node_has_room_for(threads, gpus, said, monkeypatch, capsys):
+    """They wait, as a cluster may grow, but not without a word."""
+    ray = pretended_ray([dict(CPU=8), dict(CPU=4, GPU=1)])
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    args = on_ray.Suite("classic", gpus=gpus, ray_address="auto")
+    assert on_ray.connect(args, threads) is ray and "num_cpus" not in ray.begun[0][-1]
+    assert capsys.readouterr().err == (f"on_ray.py: {said}\n" if said else "")
+
+
+def test_this_machine_runs_as_many_at_a_time_as_there_are_workers(monkeypatch):
+    ray = pretended_ray([dict(CPU=6)])
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    on_ray.connect(on_ray.Suite("impala", workers=3), 2)
+    assert ray.begun[0][-1]["num_cpus"] == 6
+
+
+def test_a_round_is_trained_by_the_script_of_its_population(monkeypatch):
+    """On no node by another one, and not after it was changed."""
+    args = on_ray.Population(env_id="CartPole-v1", results=Path("results").absolute())
+    member = on_ray.Round(args, 0, 0, 0, dict(learning_rate=1e-3))
+    monkeypatch.setattr(on_ray.run, "fingerprint", lambda row: "another")
+    with pytest.raises(RuntimeError, match="ppo.py has changed since the round began, or is another one"):
+        member.train(threading.Event())
+    assert not member.folder.exists()
+
+
+def test_results_that_are_no_folder(monkeypatch, capsys):
+    monkeypatch.setattr(on_ray, "connect", lambda *_: None)
+    Path("file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        on_ray.run_population(on_ray.Population(results=Path("file").absolute()))
+    assert re.fullmatch(r".*error: --results: .*\n", capsys.readouterr().err)
 
 
 def test_a_suite_has_the_results_of_run_py():

@@ -78,6 +78,11 @@ def main():
         fail(f"no script {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}")
     if not 0 < args.minutes < float("inf"):
         fail(f"--minutes cannot be {args.minutes}")
+    if args.csv:
+        try:
+            args.csv.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fail(f"--csv: {error}")
     folder = Path(tempfile.mkdtemp(prefix="soak_"))
     print(f"{folder} has the runs and what they print", flush=True)
     environment = os.environ | dict(OMP_NUM_THREADS="1")
@@ -109,7 +114,6 @@ def main():
                 medians = (round(median(x), 1) for x in zip(*pairs, strict=True))
                 rows.append([round(args.minutes * part / PARTS, 2), script, *medians])
             if args.csv:
-                args.csv.parent.mkdir(parents=True, exist_ok=True)
                 with open(args.csv, "w", encoding="utf-8", newline="") as file:
                     csv.writer(file, lineterminator="\n").writerows([HEAD, *rows])
     finally:
