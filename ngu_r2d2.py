@@ -48,7 +48,7 @@ Bonus = Literal["calibrated", "min-max", "batch-mean", "long-run-mean", "zero-me
 @dataclass
 class Args:
     env_id: str = "MiniGrid-DoorKey-8x8-v0"  # Gymnasium id of the task
-    env_kwargs: str = "{}"  # arguments of the environment in JSON, such as MiniGrid's '{"max_steps": 100}'
+    env_kwargs: str = "{}"  # arguments of the environment in JSON, such as '{"max_episode_steps": 100}'
     total_timesteps: int = 1_000_000  # environment steps, summed over the parallel environments
     seed: int = 1  # of Python, NumPy, PyTorch and the environments
 
@@ -198,6 +198,8 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
         kwargs = json.loads(args.env_kwargs) | (dict(render_mode="rgb_array") if video_dir else {})
         env = gym.make(args.env_id, **kwargs)
         if video_dir:
+            if not env.render_mode:
+                fail(f"--capture-video: {args.env_id} renders no images")
             env = gym.wrappers.RecordVideo(env, str(video_dir), lambda n: n < args.eval_episodes)
         return as_array(gym.wrappers.RecordEpisodeStatistics(env))
 
@@ -1430,7 +1432,7 @@ def is_json_object(text: str) -> bool:
 
 def fail_to_make(env_id: str, error: Exception) -> NoReturn:
     """Reports an environment that there is not, or not with these arguments."""
-    wrong_arguments = "unexpected keyword|multiple values|takes no arguments"
+    wrong_arguments = "unexpected keyword|multiple values|takes no arguments|missing .* required"
     if isinstance(error, TypeError) and not re.search(wrong_arguments, str(error)):
         raise error  # the environment's own mistake
     is_atari = env_id.startswith("ALE/") or "NoFrameskip" in env_id
@@ -1446,7 +1448,7 @@ def check_spaces(env_id: str, envs: gym.vector.VectorEnv):
     if envs.envs[0].spec.entry_point == "ale_py.env:AtariEnv":  # without its frames, lives and no-ops
         fail(f"--env-id {env_id}: write it as BreakoutNoFrameskip-v4 and ALE/Breakout-v5 are written")
     if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
-        fail(f"{env_id} acts in {action_space}: try ppo_continuous.py, or Discrete actions from 0")
+        fail(f"{env_id} acts in {action_space}: try ppo_continuous.py, ppo_multidiscrete.py, Discrete from 0")
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
         hint = "gym.wrappers.FlattenObservation in make_env() makes vectors"
         fail(f"{env_id} observes {obs_space}: this script takes vectors and images; {hint}")
@@ -1470,7 +1472,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Args:
     argv = [word.removesuffix(f"{os.sep}checkpoint.pt") for word in words]  # a run may be named by that file
     # Before tyro reads the line, the run that it names must be found: its arguments are tyro's defaults.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--resume", "--evaluate", dest="run_dir")
+    parser.add_argument("--resume", "--evaluate", dest="run_dir", nargs="?")
     run_dir = parser.parse_known_args(argv)[0].run_dir
     saved = tyro.MISSING_NONPROP if run_dir is None else load_checkpoint(run_dir)["args"]
     args = tyro.cli(Args, args=argv, default=saved)

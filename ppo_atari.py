@@ -43,7 +43,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many there are
 @dataclass
 class Args:
     env_id: str = "BreakoutNoFrameskip-v4"  # Gymnasium id of the task
-    env_kwargs: str = "{}"  # arguments of the environment in JSON, such as MiniGrid's '{"max_steps": 100}'
+    env_kwargs: str = "{}"  # arguments of the environment in JSON, such as '{"full_action_space": true}'
     total_timesteps: int = 10_000_000  # environment steps, summed over the parallel environments
     seed: int = 1  # of Python, NumPy, PyTorch and the environments
 
@@ -864,7 +864,7 @@ def is_json_object(text: str) -> bool:
 
 def fail_to_make(env_id: str, error: Exception) -> NoReturn:
     """Reports an environment that there is not, or not with these arguments."""
-    wrong_arguments = "unexpected keyword|multiple values|takes no arguments"
+    wrong_arguments = "unexpected keyword|multiple values|takes no arguments|missing .* required"
     if isinstance(error, TypeError) and not re.search(wrong_arguments, str(error)):
         raise error  # the environment's own mistake
     is_atari = env_id.startswith("ALE/") or "NoFrameskip" in env_id
@@ -886,7 +886,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Args:
     argv = [word.removesuffix(f"{os.sep}checkpoint.pt") for word in words]  # a run may be named by that file
     # Before tyro reads the line, the run that it names must be found: its arguments are tyro's defaults.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--resume", "--evaluate", dest="run_dir")
+    parser.add_argument("--resume", "--evaluate", dest="run_dir", nargs="?")
     run_dir = parser.parse_known_args(argv)[0].run_dir
     saved = tyro.MISSING_NONPROP if run_dir is None else load_checkpoint(run_dir)["args"]
     args = tyro.cli(Args, args=argv, default=saved)

@@ -39,7 +39,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many there are
 @dataclass
 class Args:
     env_id: str = "HalfCheetah-v4"  # Gymnasium id of the task
-    env_kwargs: str = "{}"  # arguments of the environment in JSON, such as MiniGrid's '{"max_steps": 100}'
+    env_kwargs: str = "{}"  # arguments of the environment in JSON, such as '{"max_episode_steps": 100}'
     total_timesteps: int = 1_000_000  # environment steps, summed over the parallel environments
     seed: int = 1  # of Python, NumPy, PyTorch and the environments
 
@@ -162,14 +162,15 @@ def make_env(args: Args, num_envs: int, video_dir: Path | None = None) -> gym.ve
         kwargs = json.loads(args.env_kwargs) | (dict(render_mode="rgb_array") if video_dir else {})
         env = gym.make(args.env_id, disable_env_checker=True, **kwargs)
         if video_dir:
+            if not env.render_mode:
+                fail(f"--capture-video: {args.env_id} renders no images")
             env = gym.wrappers.RecordVideo(
                 env, str(video_dir), episode_trigger=lambda n: n < args.eval_episodes
             )
         env = gym.wrappers.RecordEpisodeStatistics(env)  # the returns that are logged, and of --evaluate
-        # Copies: an environment may write the next episode's first observation into the array of the last.
-        env = gym.wrappers.TransformObservation(env, np.array, env.observation_space)
         # Wrappers that change observations or rewards come here: what is logged stays the task's own.
-        return env
+        # Copies: an environment may write the next episode's first observation into the array of the last.
+        return gym.wrappers.TransformObservation(env, np.array, env.observation_space)
 
     same_step = gym.vector.AutoresetMode.SAME_STEP
     try:
@@ -793,7 +794,7 @@ def is_json_object(text: str) -> bool:
 
 def fail_to_make(env_id: str, error: Exception) -> NoReturn:
     """Reports an environment that there is not, or not with these arguments."""
-    wrong_arguments = "unexpected keyword|multiple values|takes no arguments"
+    wrong_arguments = "unexpected keyword|multiple values|takes no arguments|missing .* required"
     if isinstance(error, TypeError) and not re.search(wrong_arguments, str(error)):
         raise error  # the environment's own mistake
     is_atari = env_id.startswith("ALE/") or "NoFrameskip" in env_id
@@ -826,7 +827,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Args:
     argv = [word.removesuffix(f"{os.sep}checkpoint.pt") for word in words]  # a run may be named by that file
     # Before tyro reads the line, the run that it names must be found: its arguments are tyro's defaults.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--resume", "--evaluate", dest="run_dir")
+    parser.add_argument("--resume", "--evaluate", dest="run_dir", nargs="?")
     run_dir = parser.parse_known_args(argv)[0].run_dir
     saved = tyro.MISSING_NONPROP if run_dir is None else load_checkpoint(run_dir)["args"]
     args = tyro.cli(Args, args=argv, default=saved)

@@ -2,6 +2,7 @@
 
 import faulthandler
 import fcntl
+import importlib.util
 import io
 import json
 import os
@@ -101,7 +102,32 @@ class Bare(gym.Env):
     """It takes no arguments."""
 
 
+class Sized(Room):
+    """Its size must be given."""
+
+    def __init__(self, size, render_mode=None):
+        super().__init__(size)
+
+
+class Goal(Room):
+    """Observes a dictionary."""
+
+    observation_space = gym.spaces.Dict(
+        at=Room.observation_space, goal=gym.spaces.Box(-1, 1, (2,), np.float32)
+    )
+
+    def reset(self, **kwargs):
+        obs, info = super().reset(**kwargs)
+        return dict(at=obs, goal=np.ones(2, np.float32)), info
+
+    def step(self, action):
+        obs, *rest = super().step(action)
+        return dict(at=obs, goal=np.ones(2, np.float32)), *rest
+
+
 gym.register("Bare-v0", Bare, disable_env_checker=True)
+gym.register("Sized-v0", Sized, disable_env_checker=True)
+gym.register("Goal-v0", Goal, disable_env_checker=True)
 
 
 def room(script) -> str:
@@ -138,12 +164,50 @@ def test_arguments_that_an_environment_does_not_take(script, monkeypatch, capsys
             assert error in words
         words = mistake(script, "--env-id", "Bare-v0", "--env-kwargs", '{"size": 4}', **flags)
         assert "Bare() takes no arguments" in words
+        words = mistake(script, "--env-id", "Sized-v0", **flags)
+        assert "missing 1 required positional argument: 'size'" in words
         with pytest.raises(TypeError, match="object of type 'int' has no len"):  # a mistake of its own
             command(
                 script,
                 *("--env-id", room(script), "--env-kwargs", '{"broken": true}'),
                 monkeypatch=monkeypatch,
             )
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_shared", "ppo_continuous", "ppo_lstm", "ppo_multidiscrete"])
+def test_a_dictionary_that_is_flattened_where_the_script_says(name, monkeypatch):
+    """As the message for other observations advises: the environment's own come to a wrapper there."""
+    source, place = (ROOT / f"{name}.py").read_text(encoding="utf-8"), "        # Wrappers that change"
+    assert source.count(place) == 1
+    change = f"        env = gym.wrappers.FlattenObservation(env)\n{place}"
+    Path("fork.py").write_text(source.replace(place, change), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("fork", "fork.py")
+    fork = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "fork", fork)
+    spec.loader.exec_module(fork)
+    kwargs = '{"actions": "box"}' if name in ("ppo_continuous", "ppo_multidiscrete") else "{}"
+    args = small_args(fork, env_id="Goal-v0", env_kwargs=kwargs)
+    assert fork.make_env(args, 1).single_observation_space.shape == (5,)
+    assert (fork.train(args) / "checkpoint.pt").exists()
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "ppo_atari"])
+def test_a_video_of_what_renders_no_images(name, monkeypatch, capsys):
+    script = ALL[name]
+    run_dir = script.train(small_args(script, env_id=room(script)))
+    capsys.readouterr()
+    words = mistake(script, "--evaluate", run_dir, "--capture-video", monkeypatch=monkeypatch, capsys=capsys)
+    assert f"--capture-video: {room(script)} renders no images" in words
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
+def test_a_run_without_a_name(script, flag, monkeypatch, capsys):
+    """As where a variable of the shell is empty: it is reported as other wrong flags are."""
+    for more in ((), ("--seed", "3")):
+        assert command(script, flag, *more, monkeypatch=monkeypatch) == 2
+        out, err = capsys.readouterr()
+        assert not out and flag in err and "usage:" not in err and "Traceback" not in err
+    assert not os.listdir()
 
 
 @pytest.mark.parametrize("name", ATARI)

@@ -88,6 +88,13 @@ MISTAKES = [
     ("--env-id ThereIsNoSuchThing-v0", "ThereIsNoSuchThing"),
     ("--env-id nosuchmodule:Thing-v0", "nosuchmodule"),
     ("--num-minibatches 3", "num_minibatches must divide"),
+    ("--num-minibatches 0", "num_minibatches cannot be 0"),
+    ("--eval-episodes 0", "eval_episodes cannot be 0"),
+    ("--gae-lambda 1.5", "gamma and gae_lambda must be at most 1"),
+    *(
+        (f"--{x} -1", f"{x.replace('-', '_')} cannot be -1")
+        for x in ("clip-coef", "ent-coef", "vf-coef", "target-kl")
+    ),
     ("--num-envs 8 --num-steps 1 --num-minibatches 8", "more than one step"),
     ("--num-envs 0", "num_envs cannot be 0"),
     ("--num-steps 0", "num_steps cannot be 0"),
@@ -164,6 +171,12 @@ VECTORS = (ppo, ppo_shared, ppo_continuous, ppo_multidiscrete)
         (ppo_multidiscrete, "CartPole-v1", "ppo.py or ppo_continuous.py"),
         (ppo_multidiscrete, "IntegerBox-v0", "acts in"),
         (ppo_multidiscrete, "StartedMulti-v0", "acts in"),
+        (ppo_multidiscrete, "UnboundedBox-v0", "acts in"),
+        *(
+            (x, "Started-v0", "acts in")
+            for x in (ppo, ppo_shared, ppo_lstm, ppo_async, impala_vtrace, ngu_r2d2)
+        ),
+        (ppo, "Match-v0", "ppo_multidiscrete.py"),
         (ppo_multidiscrete, "MatrixBox-v0", "try ppo.py or ppo_continuous.py"),
         (ppo_multidiscrete, "ImageMulti-v0", "add --no-normalize"),
         (ppo_multidiscrete, "FramesMulti-v0", "is no image of"),
@@ -195,12 +208,12 @@ def test_space_that_the_script_does_not_handle(script, env_id, words, monkeypatc
 def test_boards_smaller_than_the_convolutions(name, capsys):
     """5 x 5 is the smallest that they take."""
     script = (SCRIPTS | OTHERS)[name]
-    for width in (5, 4):
+    for width, height in ((5, 5), (4, 4), (4, 7), (7, 4)):
         flags = (
             dict(env_id="Board-v0") if script is ngu_r2d2 else dict(env_id="BoardMulti-v0", normalize=False)
         )
-        args = small_args(script, env_kwargs=f'{{"width": {width}}}', **flags)
-        if width == 5:
+        args = small_args(script, env_kwargs=f'{{"width": {width}, "height": {height}}}', **flags)
+        if width == height == 5:
             script.train(args)
             continue
         capsys.readouterr()

@@ -130,6 +130,7 @@ OTHERWISE = {
         "Agent": "one network with two heads",
     },
     "ppo_atari": {
+        "Args.env_kwargs": "games take three",
         "make_env": "Atari games only",
         "Agent": "convolutions, shared by policy and value",
         "setup: act()": "keeps log-probabilities and values, as the network is slow",

@@ -173,6 +173,14 @@ class MatrixBox(Probe):
     action_space = gym.spaces.Box(-1, 1, (2, 3), np.float32)
 
 
+class UnboundedBox(Probe):
+    action_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+
+
+class Started(Probe):
+    action_space = gym.spaces.Discrete(3, start=1)
+
+
 class StartedMulti(Probe):
     action_space = gym.spaces.MultiDiscrete([3, 3], start=[1, 1])
 
@@ -288,10 +296,10 @@ class FramesMulti(Probe):
 
 
 class Board(Probe):
-    """A square of empty places."""
+    """Empty places."""
 
-    def __init__(self, width):
-        self.observation_space = gym.spaces.Box(0, 255, (width, width, 3), np.uint8)
+    def __init__(self, width, height=None):
+        self.observation_space = gym.spaces.Box(0, 255, (height or width, width, 3), np.uint8)
 
     def observe(self):
         return np.zeros_like(self.observation_space.low)
@@ -468,6 +476,8 @@ OTHERS = (
     ImageBox,
     IntegerBox,
     MatrixBox,
+    UnboundedBox,
+    Started,
     StartedMulti,
     AlignedMulti,
     BoxActions,
