@@ -93,7 +93,7 @@ class Args:
     wandb_project_name: str = "ppo"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases user or team
     save_every: int = 100  # iterations between checkpoints; there is one every ten minutes, too
-    stall_seconds: int = 0  # exit if an iteration, or a step of --evaluate, takes longer; 0: no limit
+    stall_seconds: int = 0  # exit if an iteration, actor's turn or evaluation step takes longer; 0: no limit
     resume: str | None = None  # run folder to continue, with its own arguments where no flag is given
     evaluate: str | None = None  # run folder whose agent to evaluate instead of training
     eval_episodes: int = 10  # full episodes of --evaluate

@@ -117,7 +117,12 @@ def published(target: Target, step: float, is_end: bool) -> Runs | None:
 def run_here(script: str, task: str) -> "Result | None":
     """Runs of CleanRL's script, by seed."""
     files = csv_files(PUBLISHED / "cleanrl", f"{task}__{CLEANRL[script]}__")
-    seeds = {int(seed): episodes(path, ("step", "return")) for seed, path in files.items()}
+    runs = {run["run"]: run["flags"] for run in read_csv(PUBLISHED / "cleanrl/runs.csv")}
+    seeds = {
+        int(seed): episodes(path, ("step", "return"))
+        for seed, path in files.items()
+        if "--total-timesteps" not in runs.get(f"{task}__{CLEANRL[script]}__{seed}", "")  # another schedule
+    }
     return Result(Row(script, task, 0), dict(sorted(seeds.items()))) if seeds else None
 
 
@@ -167,6 +172,12 @@ class Result:
     def is_cut(self) -> bool:
         """Ended before 98 % of the suite's steps: its last episode may have ended a little before them."""
         return self.reached < 0.98 * self.row.steps
+
+    @property
+    def state(self) -> str | None:
+        """What a ratio has for a word, where it can have none."""
+        states = {"cut": self.is_cut, "of several builds": "unknown" in self.files or len(self.files) > 1}
+        return ", ".join(state for state, is_so in states.items() if is_so) or None
 
 
 def episodes(path: Path, columns=("step", "seconds", "return", "length")) -> np.ndarray:
@@ -290,7 +301,7 @@ def joint_lines(results: list[tuple[Row, Result | None]]) -> list[str]:
     lines = []
     for script in dict.fromkeys(row.script for row, _ in results):
         rows = [(row, result) for row, result in results if row.script == script and row.is_comparable]
-        found = [ratios(row, result) for row, result in rows if result and not result.is_cut]
+        found = [ratios(row, result) for row, result in rows if result and not result.state]
         for group in GROUPS:
             kept = [x[group] for x in found if x.get(group) and np.isfinite(x[group].variance)]
             if len(kept) > 1:
@@ -367,11 +378,8 @@ def line_of(row: Row, result: Result | None, shared: dict[str, str]) -> list[str
     spread = f"{number(ours.mean())} ± {number(ours.std(ddof=1))}" if len(ours) > 1 else number(ours.mean())
     middle = number(iqm(ours)) if len(ours) >= LEAST_SEEDS else ""
     steps = f"{millions(result.reached)} of {millions(row.steps)}" if result.is_cut else millions(row.steps)
-    state = "cut" if result.is_cut else None
-    if "unknown" in result.files or len(result.files) > 1:
-        state = "of several builds"
     found = ratios(row, result)
-    cells = ["" if found.get(group) is None else said(found[group], state) for group in GROUPS]
+    cells = ["" if found.get(group) is None else said(found[group], result.state) for group in GROUPS]
     builds = ", ".join(sorted(result.commits)).replace(" | ", ", ")  # a resumed run may have several
     return [row.script, task, steps, each, spread, middle, others, *cells, builds]
 
@@ -431,7 +439,7 @@ def summary(results: dict[str, list[tuple[Row, Result | None]]]) -> str:
             found = [x for x in found if x.env_id == row.task] or found
             cells.append(mean_and_runs(found[0], row, is_published=True) if found else "")
         first = first_ratio(row, result) if result else None
-        cells.append(said(first, "cut" if result.is_cut else None) if first else "")
+        cells.append(said(first, result.state) if first else "")
         lines.append(cells)
     together = [line for pairs in results.values() for line in joint_lines(pairs)]
     return "\n\n".join(filter(None, (markdown(lines), "\n".join(together))))
@@ -614,7 +622,8 @@ def main():
             suite: [replace(row, steps=int(steps), targets=(), has_peers=False) for row in SUITES[suite]]
             for suite in SUITES
         }
-    results = {suite: [(row, load(suite, row, args)) for row in suites[suite]] for suite in suites}
+    wanted = suites if args.write else args.suites  # the page and the summary are of all
+    results = {suite: [(row, load(suite, row, args)) for row in suites[suite]] for suite in wanted}
     is_below = False
     for suite in args.suites:
         print(f"\n{suite}\n\n{section(suite, results[suite], args.results if draws_suites(args) else None)}")
@@ -625,7 +634,7 @@ def main():
                 steps = ", ".join(f"{step:.0f}" for step in result.first(args.reach))
                 print(f"{row.name()}: {args.reach:g} first at {steps}")
         for row, result in results[suite]:
-            first = first_ratio(row, result) if result and not result.is_cut else None
+            first = first_ratio(row, result) if result and not result.state else None
             is_below |= first is not None and word(*first.interval[1:]) == "below"
     if args.write:
         write(args, results)

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+import os
 import sys
 import zlib
 from collections.abc import Iterable
@@ -14,6 +15,11 @@ def fail(message: object) -> NoReturn:
     """Reports a mistake of the user in one line on stderr; exit code 2."""
     print(f"{Path(sys.argv[0]).name}: error: {' '.join(str(message).split())}", file=sys.stderr)
     sys.exit(2)
+
+
+def python_path(folder: Path) -> str:
+    """PYTHONPATH of a program that is started: the folder, and then the user's own."""
+    return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
 
 
 def write_file(path: Path, content: str | bytes):

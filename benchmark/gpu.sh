@@ -6,9 +6,13 @@
 #     bash benchmark/gpu.sh eager speed         # only these parts
 set -euo pipefail
 cd "$(dirname "$0")/.."
-command -v nvidia-smi > /dev/null || { echo "gpu.sh: error: there is no nvidia-smi, so no GPU" >&2; exit 2; }
 tests="eager compiled graphs inductor processes sanitizer syncs"
-parts=${*:-$tests speed modes atari-modes decoupled breakout atari}
+all="$tests speed modes atari-modes decoupled breakout atari"
+parts=${*:-$all}
+for part in $parts; do
+    [[ " $all " = *" $part "* ]] || { echo "gpu.sh: error: no part $part; there are $all" >&2; exit 2; }
+done
+command -v nvidia-smi > /dev/null || { echo "gpu.sh: error: there is no nvidia-smi, so no GPU" >&2; exit 2; }
 for_nine_minutes="timeout --signal=INT 540"
 
 eager() { # every script trains, resumes and evaluates: threads, Atari, --amp, LSTM
@@ -36,7 +40,8 @@ sanitizer() { # what a stream reads or writes without waiting for another stream
 }
 
 syncs() { # lines of the scripts for which the host waits, with how often
-    python -W always - 2>&1 <<'PYTHON' | grep -o "[a-z_0-9]*\.py:[0-9]*: .*synchroniz" | sort | uniq -c | sort -rn
+    local said; said=$(mktemp)
+    python -W always - 2> "$said" <<'PYTHON' || { cat "$said"; return 1; }
 import sys
 import tempfile
 
@@ -55,6 +60,7 @@ for name in device_runs.RUNS:
     torch.cuda.set_sync_debug_mode("default")
     os.chdir(root)
 PYTHON
+    { grep -o "[a-z_0-9]*\.py:[0-9]*: .*synchroniz" "$said" || echo "none"; } | sort | uniq -c | sort -rn
 }
 
 speed() { # steps/s beside stable-baselines3, rows of speed.csv with device cuda

@@ -40,7 +40,7 @@ from filelock import FileLock
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmark import run  # noqa: E402
-from benchmark.files import fail, read_csv, write_file  # noqa: E402
+from benchmark.files import fail, python_path, read_csv, write_file  # noqa: E402
 from benchmark.suites import Row  # noqa: E402
 
 
@@ -85,7 +85,8 @@ def connect(args: Suite | Population, threads: int):
         import ray
     except ImportError:
         fail("Ray is missing: pip install ray")
-    options = dict(runtime_env=dict(env_vars=dict(PYTHONPATH=str(ROOT))))  # where tasks find benchmark/
+    where = f"{python_path(ROOT)}{os.pathsep}{os.getcwd()}"  # of benchmark/ and of the user's environments
+    options = dict(runtime_env=dict(env_vars=dict(PYTHONPATH=where)))
     options |= dict(logging_level="error", log_to_driver=False)
     if args.ray_address == "local":
         options |= dict(num_cpus=args.workers * threads, include_dashboard=False)
@@ -144,7 +145,9 @@ def trained(ray, args: Suite | Population, trials: list[run.Run]) -> Iterator:
                 yield running[ref], ray.get(ref)
                 del running[ref]
     except ray.exceptions.RayError as error:
-        sys.exit(str(getattr(error, "cause", error)))
+        cause = getattr(error, "cause", error)
+        print(f"on_ray.py: error: {cause}", file=sys.stderr)
+        sys.exit(2 if isinstance(cause, run.Mistake) else 1)
     finally:
         for ref in running:
             ray.cancel(ref)

@@ -42,7 +42,7 @@ from benchmark import figures  # noqa: E402
 from benchmark.compare import number  # noqa: E402
 from benchmark.episodes_csv import replaceable  # noqa: E402
 from benchmark.files import csv_path, fail, write_file  # noqa: E402
-from benchmark.run import read_table  # noqa: E402
+from benchmark.run import COLUMNS, read_table  # noqa: E402
 from benchmark.suites import Row  # noqa: E402
 
 matplotlib.rcParams["pdf.fonttype"] = 42  # TrueType: journals refuse matplotlib's Type 3 fonts
@@ -152,10 +152,20 @@ def by_number(text: str) -> list[str | float]:
     return [float(part) if k % 2 else part for k, part in enumerate(parts)]
 
 
-def result_files(folder: Path) -> list[Path]:
-    """The CSVs of run.py in folder or below, a run each: it removes the folder of a run that is done."""
-    tables = sorted(folder.rglob("runs.csv"))
-    return [csv_path(table.parent, name) for table in tables for name in read_table(table)]
+def result_files(folder: Path, notes: list[str]) -> list[Path]:
+    """The CSVs of run.py in folder or below, a run each: it removes the folder of a run that is done.
+
+    Adds a line to notes on each runs.csv that is left out, as it has other columns.
+    """
+    files = []
+    for table in sorted(folder.rglob("runs.csv")):
+        with open(table, encoding="utf-8", errors="replace") as file:
+            head = file.readline().strip()
+        if head == ",".join(COLUMNS):
+            files += [csv_path(table.parent, name) for name in read_table(table)]
+        else:
+            notes.append(f"{table}: left out, it has other columns than run.py's")
+    return files
 
 
 def read_result(path: Path) -> Run:
@@ -166,6 +176,9 @@ def read_result(path: Path) -> Run:
     if len(lines) < 2:
         raise ValueError("no episode")
     episodes = np.loadtxt(lines, delimiter=",", skiprows=1, usecols=range(4), ndmin=2)
+    episodes = episodes[episodes[:, 0] <= int(row["steps"])]  # a run with --stop-at ends a little later
+    if not len(episodes):
+        raise ValueError("no episode")
     episodes[:, 1] /= 60  # seconds; the others are step, return and length
     scalars = {"charts/episodic_return": episodes[:, :3], "charts/episodic_length": episodes[:, [0, 1, 3]]}
     options = Row(row["script"], row["env_id"], 0).options(row["command"].split(maxsplit=2)[2])
@@ -451,7 +464,7 @@ def read_all(folders: tuple[Path, ...], metric: str) -> tuple[dict[str, dict[str
     """Groups of runs, and notes on what is not shown of the folders."""
     runs, notes = {}, []
     for folder in folders:
-        csvs, run_dirs = result_files(folder), event_folders(folder)
+        csvs, run_dirs = result_files(folder, notes), event_folders(folder)
         if csvs:  # of run.py, whose unfinished runs have no results yet
             run_dirs = [x for x in run_dirs if "unfinished" not in x.relative_to(folder.resolve()).parts]
         notes += [] if csvs or run_dirs else [f"{folder}: no TensorBoard events"]

@@ -49,7 +49,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmark.episodes_csv import export  # noqa: E402
-from benchmark.files import csv_path, fail, read_csv, write_file  # noqa: E402
+from benchmark.files import csv_path, fail, python_path, read_csv, write_file  # noqa: E402
 from benchmark.suites import SUITES, Row  # noqa: E402
 
 # nobody sees an unattended run hang; cores may be shared with others, where an iteration takes its time
@@ -82,6 +82,9 @@ class Mistake(Exception):
     """Of the user: the message is all that needs to be said."""
 
 
+MISTAKES = (Mistake, SystemExit)  # the second, of fail(), has said what is wrong
+
+
 # === Build and machine =======================================================================
 
 
@@ -101,7 +104,10 @@ def fingerprint(row: Row) -> str:
 
 
 def git(*command: str) -> str:
-    done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
+    try:
+        done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
+    except OSError:  # no git here
+        return "unknown"
     return done.stdout.rstrip() if done.returncode == 0 else "unknown"
 
 
@@ -275,7 +281,7 @@ class Run:
     def execute(self, stopping: threading.Event) -> int:
         """Exit code of the script, which is started or resumed, and stopped in time."""
         resume = ["--resume", str(self.run_dir().relative_to(self.folder))] if self.run_dir() else []
-        environment = os.environ | dict(OMP_NUM_THREADS=str(self.threads), PYTHONPATH=str(ROOT))
+        environment = os.environ | dict(OMP_NUM_THREADS=str(self.threads), PYTHONPATH=python_path(ROOT))
         self.started.touch()
         with open(self.log, "ab") as log:
             process = subprocess.Popen(
@@ -478,21 +484,25 @@ def main():
         bar.initial = bar.n = progress()  # the estimate is of what is left
         futures = [pool.submit(run.work, stopping) for run in runs]
         going_on = futures
-        while going_on:
-            going_on = wait(going_on, timeout=1, return_when=FIRST_COMPLETED).not_done
-            failed = [future.exception() for future in futures if future.done() and future.exception()]
-            if any(isinstance(error, Mistake) for error in failed):
-                stopping.set()  # the other runs would make it, too
-            done = sum(run.is_done() for run in runs)
-            bar.set_postfix_str(f"{done} of {len(runs)} runs", refresh=False)
-            bar.update(progress() - bar.n)
+        try:
+            while going_on:
+                going_on = wait(going_on, timeout=1, return_when=FIRST_COMPLETED).not_done
+                failed = [future.exception() for future in futures if future.done() and future.exception()]
+                if any(isinstance(error, MISTAKES) for error in failed):
+                    stopping.set()  # the other runs would make it, too
+                done = sum(run.is_done() for run in runs)
+                bar.set_postfix_str(f"{done} of {len(runs)} runs", refresh=False)
+                bar.update(progress() - bar.n)
+        finally:
+            stopping.set()  # a table that cannot be read any more ends this loop, and the runs
     errors = [future.exception() for future in futures if future.exception()]
     for error in errors:
-        print(f"run.py: error: {error}", file=sys.stderr)
+        if not isinstance(error, SystemExit):  # which has said so
+            print(f"run.py: error: {error}", file=sys.stderr)
     done = sum(run.is_done() for run in runs)
     print(f"{done} of {len(runs)} runs are done; results in {args.results / args.suite}")
     if errors:
-        sys.exit(2 if any(isinstance(error, Mistake) for error in errors) else 1)
+        sys.exit(2 if any(isinstance(error, MISTAKES) for error in errors) else 1)
     sys.exit(0 if done == len(runs) else 130)
 
 

@@ -34,7 +34,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmark import run  # noqa: E402
-from benchmark.files import fail, read_csv  # noqa: E402
+from benchmark.files import fail, python_path, read_csv  # noqa: E402
 from benchmark.speed.speed import append  # noqa: E402
 from benchmark.suites import RENAMED  # noqa: E402
 
@@ -74,7 +74,7 @@ def train(folder: str, source: str, script: str, flags: list[str], **variables: 
         )  # has that flag now, and takes the folder's script
         program = ["-c", f"import {script}, runpy; runpy.run_path({study!r}, run_name='__main__')"]
     command = [sys.executable, *program, *flags_of(source, script, flags)]
-    environment = os.environ | dict(PYTHONPATH=str(ROOT)) | variables
+    environment = os.environ | dict(PYTHONPATH=python_path(ROOT)) | variables
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode:
         fail(f"{script}.py ended with {done.returncode}: {done.stderr[-300:]}")

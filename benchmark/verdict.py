@@ -61,7 +61,8 @@ class Ratio(NamedTuple):
     def interval(self) -> tuple[float, float, float]:
         """The ratio and the ends of its interval."""
         reach = t.ppf(0.975, self.freedom) * self.variance**0.5 if self.variance else self.variance
-        return exp(self.log), exp(self.log - reach), exp(self.log + reach)
+        with np.errstate(over="ignore"):  # two runs near random play may say nothing: up to infinity
+            return exp(self.log), float(np.exp(self.log - reach)), float(np.exp(self.log + reach))
 
 
 def runs_of(by: str, env_id: str, returns: np.ndarray) -> Runs:

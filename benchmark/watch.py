@@ -226,6 +226,7 @@ def main():
     if hasattr(os, "nice"):  # Windows has none
         os.nice(19)
     torch.set_num_threads(1)
+    sys.path.append(os.getcwd())  # as in the scripts: where environments of the user's own may lie
     if args.episodes < 1 or not args.poll > 0:
         fail("episodes and poll must be above 0")
     if not 0 <= args.stall_seconds < 2**22:

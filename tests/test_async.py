@@ -387,6 +387,14 @@ def test_a_minibatch_may_have_steps_of_several_groups():
         ppo_async.check(small(**flags, max_staleness=9))
 
 
+def test_a_minibatch_of_each_process_must_have_more_than_one_step(monkeypatch):
+    flags = small(num_envs=8, num_steps=1, batch_segments=8, num_minibatches=4)
+    ppo_async.check(flags)
+    monkeypatch.setattr(ppo_async, "WORLD_SIZE", 2)
+    with pytest.raises(ValueError, match="a minibatch must hold more than one step"):
+        ppo_async.check(flags)
+
+
 @pytest.mark.parametrize(
     "flags,words",
     [

@@ -1466,7 +1466,7 @@ def test_what_impalas_defaults_reach():
         for x, y in zip(ours, ppo2, strict=True)
     ]
     said = ", ".join(said)
-    assert f"they have {said} at 5M, where" in page
+    assert f"they have {said} at 5M, just before the runs were stopped" in page
     table = read_table(RESULTS / "impala/runs.csv")
     runs = [table[f"{x.env_id}__impala_vtrace__1"] for x in ppo2]
     assert {(x["steps"], x["schedule"]) for x in runs} == {("5000000", "10000000")}

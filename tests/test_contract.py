@@ -109,6 +109,15 @@ MISTAKES = [
     ("--seed 2147483647", r"seed \+ steps must be below"),
     ("--total-timesteps 50", "total_timesteps must be at least"),
     ("--gamma-max 1", "gamma_max and gamma_min must be below 1"),
+    ("--gamma-min 1", "gamma_max and gamma_min must be below 1"),
+    *(
+        (f"--{x} 1.1", f"{x.replace('-', '_')}.* must be at most 1")
+        for x in ("epsilon", "eval-epsilon", "cross-mixture", "priority-eta", "retrace-lambda")
+    ),
+    *(
+        (f"--{x} 0", f"{x.replace('-', '_')} cannot be 0")
+        for x in ("target-every", "embedding-every", "log-every", "sync-every")
+    ),
     ("--max-grad-norm 0", "max_grad_norm must be above 0"),
     ("--stall-seconds -1", "stall_seconds cannot be -1"),
     ("--stall-seconds 99999999999", "stall_seconds must be below"),
@@ -253,6 +262,7 @@ def test_checkpoints_that_are_none(script, monkeypatch, capsys):
     [
         (impala_vtrace, "--batch-segments 8"),
         (impala_vtrace, "--replay-fraction 0.5"),
+        (impala_vtrace, "--optimizer rmsprop"),
         (ppo_async, "--batch-segments 8"),
         (ngu_r2d2, "--no-rnd"),
         (ngu_r2d2, "--no-train-embedding"),

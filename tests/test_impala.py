@@ -663,3 +663,24 @@ def test_states_that_the_lstm_is_given_are_contiguous(monkeypatch):
     flags = dict(lstm=True, replay_fraction=0.75, num_steps=4, num_envs=2, batch_segments=4)
     impala_vtrace.train(small(**flags, total_timesteps=40, sync=True))
     assert len(found) > 50 and all(found)
+
+
+def test_each_task_is_evaluated(monkeypatch, capsys):
+    """By games of its own, with a line of its own; the returns of all are returned."""
+    tasks, made, original = ("Count-v0", "Aligned-v0"), [], impala_vtrace.make_env
+    run_dir = impala_vtrace.train(small(env_id=",".join(tasks), num_envs=4, batch_segments=4))
+    monkeypatch.setattr(impala_vtrace, "make_env", lambda *x: made.append(x[0]) or original(*x))
+    capsys.readouterr()
+    args = impala_vtrace.parse_args(["--evaluate", str(run_dir), "--eval-episodes", "2"])
+    returns = impala_vtrace.evaluate(args)
+    assert tuple(made) == tasks and len(returns) == 4
+    lines = [line for line in capsys.readouterr().out.splitlines() if ": return" in line]
+    for task, line, own in zip(tasks, lines, (returns[:2], returns[2:]), strict=True):
+        assert line == f"{task}: return {np.mean(own):.2f} +- {np.std(own):.2f}"
+
+
+def test_processes_must_divide_a_batch_with_its_replayed_segments(monkeypatch):
+    monkeypatch.setattr(impala_vtrace, "WORLD_SIZE", 2)
+    impala_vtrace.check(small(num_envs=8, batch_segments=8, replay_fraction=0.5))
+    with pytest.raises(ValueError, match="new segments must be a multiple of"):
+        impala_vtrace.check(small(num_envs=4, batch_segments=5, replay_fraction=0.2))

@@ -1311,3 +1311,35 @@ def test_a_reward_that_is_not_finite_ends_the_run_before_it_is_learned_from():
     args = small_args(ngu_r2d2, env_id="NanReward-v0", total_timesteps=640, learning_starts=600, save_every=1)
     with pytest.raises(SystemExit, match="step 192: not finite: .*'reward': nan.*of iteration 2$"):
         ngu_r2d2.train(args)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_after_its_updates(monkeypatch):
+    """The second update of the rollout still finds numbers among the priorities."""
+    original = ngu_r2d2.q_loss
+
+    def broken(*args):
+        loss, priorities, losses = original(*args)
+        return loss * torch.nan, priorities * torch.nan, losses | dict(td_loss=loss.detach() * torch.nan)
+
+    monkeypatch.setattr(ngu_r2d2, "q_loss", broken)
+    with pytest.raises(SystemExit, match="not finite: .*'losses/td_loss': nan"):
+        ngu_r2d2.train(small(updates_per_rollout=2))
+
+
+def test_the_replay_must_hold_two_sequences_of_each_environment():
+    args = small()
+    least = 2 * (args.length + 1) * args.num_envs
+    ngu_r2d2.check(replace(args, replay_steps=least))
+    with pytest.raises(ValueError, match="replay_steps must hold two sequences"):
+        ngu_r2d2.check(replace(args, replay_steps=least - 1))
+
+
+def test_the_look_at_a_grid_is_not_filmed(monkeypatch):
+    """check_spaces() resets a grid to see its numbers, but not where that would be the first video."""
+    resets, original = [], gym.wrappers.RecordVideo.reset
+    monkeypatch.setattr(
+        gym.wrappers.RecordVideo, "reset", lambda self, **x: resets.append(1) or original(self, **x)
+    )
+    args = small(env_id="MiniGrid-Empty-5x5-v0")
+    make_env(args, 1, Path("videos")).close()
+    assert not resets

@@ -170,6 +170,7 @@ OTHERWISE = {
         "evaluate": "masks",
     },
     "impala_vtrace": {
+        "Args.stall_seconds": "an actor's turn counts, too",
         "Args.env_id": "may be several",
         "Args.num_steps": "is of a segment",
         "Args.learning_rate": "is RMSProp's",
@@ -188,6 +189,7 @@ OTHERWISE = {
         "evaluate": "recurrent, task by task",
     },
     "ppo_async": {
+        "Args.stall_seconds": "an actor's turn counts, too",
         "Args.num_actors": "are of one task",
         "Args.num_steps": "is of a segment",
         "Args.compile": "leaves acting as it is",

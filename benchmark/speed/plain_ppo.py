@@ -10,6 +10,7 @@ with Python wrappers, tensors made from every reward and done, float32 observati
 
 import sys
 import time
+from typing import NoReturn
 
 import gymnasium as gym
 import numpy as np
@@ -166,6 +167,11 @@ class AtariAgent(nn.Module):
         return action, dist.log_prob(action), dist.entropy(), self.critic(hidden)
 
 
+def fail(message: str) -> NoReturn:
+    print(f"plain_ppo.py: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
 def run(env_id: str, total_timesteps: int) -> float:
     """Train for total_timesteps; steps per second, the first iteration (warm-up) left out."""
     import ale_py
@@ -199,6 +205,8 @@ def run(env_id: str, total_timesteps: int) -> float:
     logprobs, rewards, dones, values = (torch.zeros((T, N)) for _ in range(4))
     next_obs, next_done = torch.Tensor(envs.reset(seed=1)[0]), torch.zeros(N)
     num_iterations = total_timesteps // (T * N)
+    if num_iterations < 2:
+        fail(f"the steps must be {2 * T * N} or more: two iterations, of which the first is not timed")
     for iteration in range(num_iterations):
         if iteration == 1:
             start = time.perf_counter()
@@ -250,4 +258,6 @@ def run(env_id: str, total_timesteps: int) -> float:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3 or not sys.argv[2].isdigit():
+        fail("give a task and steps, such as CartPole-v1 50000")
     print(f"{run(sys.argv[1], int(sys.argv[2])):.1f} steps/s")

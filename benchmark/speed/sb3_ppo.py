@@ -119,6 +119,9 @@ def main():
         sys.exit(2)
     script = importlib.import_module(sys.argv.pop(1))
     args, clock = script.parse_args(), Clock()
+    if args.num_iterations < 2:
+        print("sb3_ppo.py: error: two iterations or more; the first is not timed", file=sys.stderr)
+        sys.exit(2)
     model = make_model(script.__name__, args)
     steps = args.num_iterations * args.batch_size
     model.learn(steps, clock)

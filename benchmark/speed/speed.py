@@ -31,7 +31,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmark.files import fail, read_csv  # noqa: E402
+from benchmark.files import fail, python_path, read_csv  # noqa: E402
 from benchmark.run import build, machine  # noqa: E402
 
 TASKS = {  # the scripts' own tasks, and steps for a run of half a minute
@@ -66,7 +66,7 @@ def run(name: str, *flags: str, cwd: str, processes: int = 1) -> tuple[str, floa
     """Output of a program, and its peak memory in MB."""
     launcher = f"-m torch.distributed.run --standalone --nproc-per-node {processes}".split()
     command = [sys.executable, *(launcher if processes > 1 else ()), str(ROOT / name), *flags]
-    env = os.environ | dict(PYTHONPATH=str(ROOT))
+    env = os.environ | dict(PYTHONPATH=python_path(ROOT))
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     process = subprocess.Popen(command, cwd=cwd, env=env, **pipes)
     output = process.stdout.read()

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import impala_vtrace  # noqa: E402
 import ppo_atari  # noqa: E402
+from benchmark.files import fail  # noqa: E402
 from benchmark.speed.speed import measure  # noqa: E402
 
 
@@ -92,6 +93,8 @@ def parts(args: Args) -> float:
 
 def main():
     args = tyro.cli(Args)
+    if args.rounds < 1:
+        fail(f"--rounds cannot be {args.rounds}")
     if args.parts_only:
         print(parts(args) if args.script == "ppo_atari" else parts_of_impala(args))
         return

@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmark.files import fail, read_csv, write_file  # noqa: E402
+from benchmark.files import fail, python_path, read_csv, write_file  # noqa: E402
 from benchmark.run import blob, machine, seed_list  # noqa: E402
 
 STUDIES = ROOT / "benchmark/studies"
@@ -106,7 +106,7 @@ def train(args: Args, script: str, task: str, seed: int):
         command = [sys.executable, "-u", str(STUDIES / "cleanrl_today.py"), str(file), "--no-cuda"]
         command += ["--env-id", task, "--seed", str(seed)]
         command += ["--total-timesteps", str(args.total_timesteps)] if args.total_timesteps else []
-        environment = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(args.folder.resolve()))
+        environment = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=python_path(args.folder.resolve()))
         episodes = play(command, args.stop_at or math.inf, cwd=folder, env=environment)
         row |= machine() | dict(seconds=round(time.time() - start), fingerprint=f"{script}.py {blob(file)}")
     if not episodes:
@@ -130,6 +130,11 @@ def main():
     for script in args.scripts:
         if script != "ppo_one_network" and not (args.folder / f"{script}.py").is_file():
             fail(f"{args.folder} has no {script}.py")
+    if args.workers < 1:
+        fail(f"--workers cannot be {args.workers}")
+    for flag, steps in (("--total-timesteps", args.total_timesteps), ("--stop-at", args.stop_at)):
+        if steps is not None and steps < 1:
+            fail(f"{flag} cannot be {steps}")
     args.results.mkdir(parents=True, exist_ok=True)
     runs = [(x, task, seed) for seed in seed_list(args.seeds) for x in args.scripts for task in args.tasks]
     with ThreadPoolExecutor(args.workers) as pool, tqdm(total=len(runs), unit="run") as bar:

@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import benchmark.studies.maze  # noqa: E402, F401  registers it
 import ngu_r2d2  # noqa: E402
+from benchmark.files import fail  # noqa: E402
 
 
 class Peaks(torch.nn.Module):
@@ -103,6 +104,8 @@ def main():
         ngu_r2d2.main()
         return
     args = tyro.cli(Args)
+    if args.episodes < 1:
+        fail(f"--episodes cannot be {args.episodes}")
     results = [of_run(run, args.episodes, args.epsilon) for run in args.runs] or [
         of_walk(avoids_walls, args.episodes) for avoids_walls in (True, False)
     ]

@@ -286,6 +286,8 @@ def main():
     args = tyro.cli(Args, description=__doc__)
     if not (args.folder / "ppo.py").is_file():
         fail(f"{args.folder} is not the folder of CleanRL's scripts: it has no ppo.py")
+    if unknown := set(args.scripts) - {name for name, *_ in CASES}:
+        fail(f"no script {', '.join(sorted(unknown))}; there are {', '.join(Args.scripts)}")
     args.folder = args.folder.resolve()
     torch.set_num_threads(1)
     print("| script | CleanRL's | task | observations and rewards |", end="")

@@ -15,6 +15,7 @@ import tempfile
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -29,7 +30,7 @@ RATE = 100  # looks a second
 
 @dataclass
 class Args:
-    script: str = "impala_vtrace"  # or ppo_async
+    script: Literal["impala_vtrace", "ppo_async"] = "impala_vtrace"
     env_id: str = "BreakoutNoFrameskip-v4"  # task
     flags: str = ""  # more flags for the script
     steps: int = 40_960  # of the run: whole batches
@@ -37,6 +38,8 @@ class Args:
 
 
 def main(args: Args):
+    if args.steps < 1:
+        fail(f"--steps cannot be {args.steps}")
     with tempfile.TemporaryDirectory() as folder:
         command = ["py-spy", "record", "--gil", "--rate", str(RATE), "--format", "raw"]
         command += ["--output", f"{folder}/stacks", "--", sys.executable, str(ROOT / f"{args.script}.py")]

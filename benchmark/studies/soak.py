@@ -83,24 +83,26 @@ def main():
             args.csv.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             fail(f"--csv: {error}")
+    scripts = tuple(dict.fromkeys(args.scripts))  # one that is named twice runs once
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the scripts below
     folder = Path(tempfile.mkdtemp(prefix="soak_"))
     print(f"{folder} has the runs and what they print", flush=True)
     environment = os.environ | dict(OMP_NUM_THREADS="1")
     processes, rows = {}, []
-    for script in args.scripts:
-        (folder / script).mkdir()
-        flags = shlex.split(f"{TASKS[script]} --device cpu --total-timesteps 1000000000")
-        flags += ["--stall-seconds", "600"]  # all nine begin at once, on the same cores
-        with open(folder / script / "log.txt", "w", encoding="utf-8") as log:
-            command = [sys.executable, str(ROOT / f"{script}.py"), *flags]
-            pipes = dict(cwd=folder / script, stdout=log, stderr=subprocess.STDOUT, env=environment)
-            processes[script] = psutil.Popen(command, **pipes)
-        processes[script].nice(19)
-    for script, process in processes.items():  # a script that starts slowly is not measured before it trains
-        while not list((folder / script).glob("runs/*/events*")) and process.poll() is None:
-            time.sleep(0.1)
-    start = time.monotonic()
     try:
+        for script in scripts:
+            (folder / script).mkdir()
+            flags = shlex.split(f"{TASKS[script]} --device cpu --total-timesteps 1000000000")
+            flags += ["--stall-seconds", "600"]  # all nine begin at once, on the same cores
+            with open(folder / script / "log.txt", "w", encoding="utf-8") as log:
+                command = [sys.executable, str(ROOT / f"{script}.py"), *flags]
+                pipes = dict(cwd=folder / script, stdout=log, stderr=subprocess.STDOUT, env=environment)
+                processes[script] = psutil.Popen(command, **pipes)
+            processes[script].nice(19)
+        for script, process in processes.items():  # one that starts slowly is not measured before it trains
+            while not list((folder / script).glob("runs/*/events*")) and process.poll() is None:
+                time.sleep(0.1)
+        start = time.monotonic()
         for part in range(1, PARTS + 1):
             samples = {script: [] for script in processes}
             for k in range(SAMPLES):
