@@ -1,5 +1,6 @@
 """docs/your-research.md: its diffs apply to today's ppo.py, are short, and train; its table is true."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -137,3 +138,27 @@ def test_spaces_that_a_script_takes(name, capsys):
         except SystemExit as end:
             assert end.code == 2 and capsys.readouterr().err.count("\n") == 1
     assert found == said and said
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_shared", "ppo_continuous", "ppo_lstm"])
+def test_greedy_actions(name, monkeypatch):
+    """As the page says: the same episodes then, whatever the numbers that PyTorch draws."""
+    source = (ROOT / f"{name}.py").read_text(encoding="utf-8")
+    greedy = "dist.mean" if name == "ppo_continuous" else "dist.logprobs.argmax(-1)"
+    assert f"write `{greedy}`" in PAGE or f"`{name}.py` `{greedy}`" in PAGE
+    before, begin, evaluation = source.partition("\ndef evaluate(")
+    assert evaluation.partition("\n# ===")[0].count("dist.sample()") == 1
+    evaluation = evaluation.replace("dist.sample()", greedy, 1)
+    Path("greedy.py").write_text(f"{before}{begin}{evaluation}", encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("greedy", "greedy.py")
+    greedy_script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "greedy", greedy_script)
+    spec.loader.exec_module(greedy_script)
+    env_id = "Pendulum-v1" if name == "ppo_continuous" else "CartPole-v1"
+    run_dir = greedy_script.train(small_args(greedy_script, env_id=env_id))
+    args = greedy_script.parse_args(["--evaluate", str(run_dir), "--eval-episodes", "3"])
+    found = []
+    for seed in (1, 2):
+        monkeypatch.setattr(greedy_script, "seed_all", lambda _, seed=seed: torch.manual_seed(seed))
+        found.append(greedy_script.evaluate(args))
+    assert found[0] == found[1] and len(found[0]) == 3
