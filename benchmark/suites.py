@@ -124,7 +124,7 @@ def mujoco(task: str, seeds: int, flags: str = "", label: str = "") -> Row:
     return Row("ppo_continuous", f"{task}-v4", 1_000_000, targets, flags, label, seeds)
 
 
-def atari(script: str, game: str, stop_at: int | None, seeds: int) -> Row:
+def atari(script: str, game: str, stop_at: int | None, seeds: int, flags: str = "", label: str = "") -> Row:
     env_id, lstm = f"{game}NoFrameskip-v4", script == "ppo_lstm"
     scores = [score(x, env_id) for x in (("f3", "f12") if lstm else ("f2", "f11", "f130"))]
     curves = (
@@ -134,7 +134,7 @@ def atari(script: str, game: str, stop_at: int | None, seeds: int) -> Row:
     if not lstm:
         curves += (curve("openai/baselines 2018", "ppo2", env_id, is_std=False),)
     targets = (*sum(scores, ()), *curves)
-    return Row(script, env_id, 10_000_000, targets, seeds=seeds, stop_at=stop_at, threads=2)
+    return Row(script, env_id, 10_000_000, targets, flags, label, seeds, stop_at, threads=2)
 
 
 def impala(game: str, stop_at: int, seeds: int, *targets: Target) -> Row:
@@ -187,6 +187,7 @@ SUITES = {
         atari("ppo_atari", "Pong", 3_000_000, 1),
         atari("ppo_atari", "BeamRider", 2_400_000, 1),
     ],
+    "atari_amp": [atari("ppo_atari", "Breakout", None, 1, "--amp", "bfloat16")],
     "atari_lstm": [
         atari("ppo_lstm", "Breakout", 2_000_000, 1),
         atari("ppo_lstm", "Pong", 2_000_000, 1),

@@ -1885,10 +1885,12 @@ def test_pong_on_a_slow_cpu():
 def test_a_long_run_of_ppo_atari():
     """docs/atari.md: memory, rate, sizes and an evaluation of seed 2 on Breakout."""
     page = " ".join((ROOT / "docs/atari.md").read_text(encoding="utf-8").split())
-    rows = [x for x in read_csv(RESULTS / "speed/long_runs.csv") if x["script"] == "ppo_atari"]
-    (evaluated,) = (x for x in read_csv(RESULTS / "evaluated.csv") if x["script"] == "ppo_atari")
+    tables = (read_csv(RESULTS / name) for name in ("speed/long_runs.csv", "evaluated.csv"))
+    rows, (evaluated,) = (
+        [x for x in table if (x["script"], x["flags"]) == ("ppo_atari", "")] for table in tables
+    )
     for row in (*rows, evaluated):
-        assert (row["env_id"], row["seed"], row["flags"]) == ("BreakoutNoFrameskip-v4", "2", "")
+        assert (row["env_id"], row["seed"]) == ("BreakoutNoFrameskip-v4", "2")
     memory = [float(x[key]) for x in rows for key in ("resident_mb_min", "resident_mb_max")]
     rates = sorted(int(x["steps_per_s"]) for x in rows)
     assert len(rows) >= 6 and all(int(x["from_step"]) < int(x["to_step"]) for x in rows)
@@ -1902,13 +1904,57 @@ def test_a_long_run_of_ppo_atari():
     assert said in page
 
 
+def test_breakout_to_the_end():
+    """Table and sentences of docs/atari.md: the run with --amp, and the published curves."""
+    text, game = (ROOT / "docs/atari.md").read_text(encoding="utf-8"), "BreakoutNoFrameskip-v4"
+    page, name = " ".join(text.split()), f"{game}__ppo_atari__amp__1"
+    run, millions, means = read_table(RESULTS / "atari_amp/runs.csv")[name], (1, 2, 3, 4, 6, 8, 10), {}
+    assert (run["steps"], run["schedule"], run["threads"]) == ("10000000", "10000000", "2")
+    played = {"with `--amp`": csv_path(RESULTS / "atari_amp", name)}
+    played |= {f"ours, seed {k}": csv_path(RESULTS / "atari", f"{game}__ppo_atari__{k}") for k in (1, 2)}
+    for who, path in played.items():
+        step, returns = np.array([[float(x[key]) for key in ("step", "return")] for x in read_csv(path)]).T
+        means[who] = [returns[step <= k * 1e6][-100:].mean() for k in millions if 0.99e6 * k < step[-1]]
+    (row,) = SUITES["atari_amp"]
+    for target in (x for x in row.targets if x.curve):
+        beside = [compare.published(target, k * 1e6, is_end=False) for k in millions]
+        means[f"{target.by}, {beside[0].runs} runs"] = [x.mean for x in beside]
+    lines = [
+        f"| {who} | {' | '.join([f'{x:.1f}' for x in values] + [''] * (len(millions) - len(values)))} |"
+        for who, values in means.items()
+    ]
+    shown = text.partition("<!-- amp -->")[2].partition("<!-- end of amp -->")[0].strip().splitlines()
+    assert shown[0] == f"| whose | {' | '.join(f'at {k}M' for k in millions)} |" and shown[2:] == lines
+    scores = {x.by: compare.number(x.mean) for x in row.targets if x.mean is not None}
+    ours = found("atari_amp", game, "bfloat16")
+    end = compare.number(ours.at(ours.reached).mean())
+    (evaluated,) = (x for x in read_csv(RESULTS / "evaluated.csv") if x["flags"] == "--amp")
+    assert int(evaluated["step"]) > 0.999e7
+    for said in (
+        f"With `--amp`, seed 1 was played to the end, in {int(run['seconds']) / 3600:.1f} hours",
+        f"it has {end}, where CleanRL published {scores['CleanRL']} and openai/baselines has",
+        f"`--evaluate` gives {float(evaluated['mean']):.1f} ± {float(evaluated['std']):.1f} over 20 games",
+        f"the checkpoint has {evaluated['checkpoint_mb']} MB, TensorBoard's events {evaluated['events_mb']}",
+    ):
+        assert said in page, said
+
+
+def test_amp_on_a_cpu_with_bfloat16():
+    """docs/atari.md: the rates of the short runs with and without --amp, of both scripts."""
+    page = " ".join((ROOT / "docs/atari.md").read_text(encoding="utf-8").split())
+    rates = {(x["script"], x["flags"]): int(x["steps_per_s"]) for x in read_csv(RESULTS / "speed/amp.csv")}
+    for script in ("ppo_atari", "ppo_lstm"):
+        plain, amp = rates[script, ""], rates[script, "--amp"]
+        assert f"`{script}.py` {amp / plain:.2f} times as many ({amp} and {plain})" in page
+
+
 def test_hours_to_a_score():
     """The table of docs/atari.md has what the CSVs say, for every run and every score that it has reached."""
     page, lines = (ROOT / "docs/atari.md").read_text(encoding="utf-8"), []
     suites = dict(
         ppo_atari="atari", ppo_async="off_policy_ppo", ppo_lstm="atari_lstm", impala_vtrace="impala"
     )
-    for script, suite in suites.items():
+    for script, suite in [("ppo_atari", "atari_amp"), *suites.items()]:
         table = read_table(RESULTS / suite / "runs.csv")
         for game, scores in (("Breakout", (50, 200, 300)), ("Pong", (0, 15, 18))):
             for name in sorted(x for x in table if x.startswith(f"{game}NoFrameskip-v4__{script}__")):
@@ -1919,7 +1965,7 @@ def test_hours_to_a_score():
                 means = means_of_100(returns)
                 for score in scores:
                     if (means >= score).any():
-                        how = ", one pass" if ONE_PASS in name else ""
+                        how = ", one pass" * (ONE_PASS in name) + ", `--amp`" * (suite == "atari_amp")
                         k = np.argmax(means >= score) + 99
                         cells = (table[name]["seed"], score, f"{step[k] / 1e6:.2f}M")
                         cells += (f"{seconds[k] / 3600:.1f}", table[name]["threads"])
@@ -1985,8 +2031,10 @@ def test_one_seed_with_two_numbers_of_threads():
         f"On BeamRider the published curves are ahead ({both}, ours {end}), by about as much as two"
         in results
     )
-    apart = abs(float(mean) - float(mean_of_other))
+    apart, of_2018 = abs(float(mean) - float(mean_of_other)), beside["openai/baselines 2018"]
     assert all(0.85 < (float(x) - float(end)) / apart < 1.15 for x in both.split(" and "))
+    assert f"and the one of 2018 ({of_2018}) by twice as much." in results
+    assert 1.85 < (float(of_2018) - float(end)) / apart < 2.15
 
 
 def test_hours_that_are_missing():
