@@ -939,7 +939,7 @@ def train(args: Args) -> Path:
     actor.reset(run.seed)
     for iteration in run.iterations():
         rng = np.random.default_rng((args.seed, iteration, RANK))
-        losses, data, reward = {}, {}, 0.0
+        losses, data, reward, seen = {}, {}, 0.0, 0.0
 
         # 1. act
         for _ in range(T):
@@ -949,9 +949,10 @@ def train(args: Args) -> Path:
             run.episodes += [(run.step, episode) for episode in episodes]
             replay.append(row, arrival, actor.state.cpu().numpy())
             reward += float(arrival["r_ext"].sum())
+            seen += float(row["obs"].sum(dtype=np.float64) + arrival["obs"].sum(dtype=np.float64))
             novelty_log.append(novelty)
-        # before the replay keeps it for later updates
-        run.check_finite(novelty | dict(reward=reward), dict(observations=arrival["obs"]))
+        # before an update learns from it, or a checkpoint has it in its replay
+        run.check_finite(novelty | dict(reward=reward, observations=seen), {})
         if WORLD_SIZE > 1 and args.beta > 0:
             curiosity.merge()
 

@@ -83,7 +83,20 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
+def scripts_stay_as_they_are():
+    """A test that leaves a part of a script replaced fails, not those that run after it in its process."""
+    scripts = [*SCRIPTS.values(), *OTHERS.values()]
+    before = [dict(vars(script)) for script in scripts]
+    yield
+    for script, parts in zip(scripts, before, strict=True):
+        replaced = [name for name, part in vars(script).items() if parts.get(name) is not part]
+        replaced = [name for name in replaced if not name.startswith("__")]  # torch.compile's own
+        vars(script).update(parts)
+        assert not replaced, f"the test left {replaced} of {script.__name__} replaced"
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(scripts_stay_as_they_are, tmp_path, monkeypatch):
     """Logs of runs that a test cuts off are closed: their threads would write into a folder that is gone.
 
     Event files of one second are read in the order of their numbers as text, so all have four digits.

@@ -461,7 +461,12 @@ def hangs_in_evaluation(script):
 
 FAULTS |= {name: partial(environment, name) for name in ENDS}
 FAULTS["nan-before-learning"] = partial(environment, "nan-observations", learning_starts=200)
-ONLY = {"nan-before-learning": ["ngu_r2d2"]}  # the others learn from the first rollout
+FAULTS["nan-without-curiosity"] = partial(
+    environment, "nan-observations", learning_starts=200, num_policies=1, beta=0
+)
+ONLY = dict.fromkeys(
+    ["nan-before-learning", "nan-without-curiosity"], ["ngu_r2d2"]
+)  # the others learn from the first rollout
 ONLY |= {"hangs-in-evaluation": ["ppo"]}  # that all set the timer: test_contract.py
 ONLY |= {"wandb-unreachable": ["ppo"]}  # its functions are the same in all, word for word: test_sync.py
 ONLY |= {"torn-checkpoint": ["ppo_shared"], "foreign-checkpoint": ["ppo_shared"]}

@@ -98,14 +98,15 @@ def of_walk(avoids_walls: bool, episodes: int) -> tuple[list, list[tuple[int, in
 
 
 def main():
-    ngu_r2d2.encoder = map_encoder
     if sys.argv[1:2] == ["train"]:
         del sys.argv[1]
+        ngu_r2d2.encoder = map_encoder
         ngu_r2d2.main()
         return
     args = tyro.cli(Args)
     if args.episodes < 1:
         fail(f"--episodes cannot be {args.episodes}")
+    ngu_r2d2.encoder = map_encoder
     results = [of_run(run, args.episodes, args.epsilon) for run in args.runs] or [
         of_walk(avoids_walls, args.episodes) for avoids_walls in (True, False)
     ]
