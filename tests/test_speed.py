@@ -1,4 +1,4 @@
-"""What measures speed, CPU time and memory: benchmark/speed/, same.py --cpu-time and studies/soak.py."""
+"""What measures speed, CPU time and memory: benchmark/speed/, same.py --cpu-time and four of studies/."""
 
 import csv
 import importlib
@@ -12,8 +12,10 @@ import gymnasium as gym
 import pytest
 import torch
 
+import impala_vtrace
+import ppo_atari
 from benchmark.speed import plain_ppo, sb3_ppo, scaling, speed
-from benchmark.studies import soak
+from benchmark.studies import ceiling, python_lock, soak, traffic
 
 ROOT = Path(__file__).parent.parent
 ENV = os.environ | dict(PYTHONPATH=str(ROOT))
@@ -222,6 +224,142 @@ def test_an_hour_in_seconds(tmp_path):
     assert len(memory) == 2 * soak.PARTS and min(memory) > 0 and max(memory) > 100
     done = subprocess.run([*command[:2], "pppo"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("soak.py: error: no script pppo")
+
+
+def test_bytes_of_two_sums(monkeypatch, capsys):
+    """Five floats and three integers of 64 bits are 44 bytes, as the first process says; all are summed."""
+    code = "import torch; five, three = torch.zeros(5), torch.zeros(3, dtype=torch.int64)\n"
+    code += "for x in (five, three):\n    torch.distributed.all_reduce(x, 'MAX')\n"
+    Path("planted.py").write_text(code, encoding="utf-8")
+    summed = []
+    monkeypatch.setattr(
+        torch.distributed, "all_reduce", lambda x, operation: summed.append((len(x), operation))
+    )
+    monkeypatch.setattr(traffic, "ROOT", Path.cwd())
+    monkeypatch.setattr(sys, "argv", [])
+    for rank, said in (("1", ""), ("0", "bytes 44 calls 2\n")):
+        monkeypatch.setenv("RANK", rank)
+        traffic.count("planted", "--seed", "2")
+        assert capsys.readouterr().out == said and sys.argv == ["planted", "--seed", "2"]
+    assert summed == [(5, "MAX"), (3, "MAX")] * 2
+
+
+def test_bytes_of_a_step_that_learns(monkeypatch):
+    """ngu_r2d2.py learns in 9,600 of its 12,800 steps."""
+    commands = []
+
+    def run(command, **_):
+        commands.append(" ".join(map(str, command[1:])))
+        return SimpleNamespace(returncode=0, stdout="step 1\nbytes 96000 calls 960\n")
+
+    monkeypatch.setattr(traffic, "subprocess", SimpleNamespace(run=run))
+    assert traffic.measure("ngu_r2d2") == (10, 0.1)
+    assert "--nproc-per-node 2 " in commands[0]
+    assert commands[0].endswith("--count ngu_r2d2 --total-timesteps 12800 --learning-starts 3200")
+
+
+def test_bytes_that_two_processes_sum():
+    """ppo.py's gradients are 9,155 floats, 16 times in an iteration of 512 steps; all else is small."""
+    num_bytes, calls = traffic.measure("ppo")
+    hidden = 2 * (5 * 64 + 65 * 64)
+    assert 0 < 512 * num_bytes - 16 * 4 * (hidden + 65 * 2 + 65) < 200
+    assert 16 <= 512 * calls < 20
+
+
+STACKS = """\
+<module> (ppo_async.py:9);train (ppo_async.py:8);learn (ppo_async.py:7) 15
+<module> (ppo_async.py:9);train (ppo_async.py:8);learn (ppo_async.py:7);step (adam.py:1) 5
+_bootstrap (threading.py:9);run (threading.py:8);act (ppo_async.py:6) 10
+_bootstrap (threading.py:9);run (threading.py:8);act (ppo_async.py:5);step (envs.py:1) 30
+_bootstrap (threading.py:9);run (threading.py:8);write (event_file_writer.py:1) 99
+"""
+
+
+def test_python_lock_by_hand(monkeypatch, capsys):
+    """A hundred looks a second: 40 at actors and 20 at the learner are 0.4 and 0.2 s in a thousand steps."""
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        Path(command[command.index("--output") + 1]).write_text(STACKS, encoding="utf-8")
+
+    monkeypatch.setattr(python_lock, "subprocess", SimpleNamespace(run=run))
+    args = python_lock.Args("ppo_async", steps=1000, flags="--num-envs 8", csv=Path("lock.csv"))
+    python_lock.main(args)
+    (row,) = rows("lock.csv")
+    assert (row["script"], row["steps"], row["flags"]) == ("ppo_async.py", "1000", "--num-envs 8")
+    assert (row["actors_us"], row["learner_us"], row["at_most_steps_per_s"]) == ("400", "200", "1667")
+    assert "at most 1,667 steps/s" in capsys.readouterr().out
+    (command,) = commands
+    assert "--gil" in command and command[command.index("--rate") + 1] == "100"
+    assert command[-4:] == ["--total-timesteps", "1000", "--num-envs", "8"]
+
+
+@pytest.fixture
+def parts_alone(monkeypatch):
+    """Stands for the emulators and networks of ceiling.py, of which a clock tells made-up times."""
+    calls, weight = [], torch.ones(1, requires_grad=True)
+
+    class Agent:
+        num_actions = 4
+
+        def __init__(self, *_):
+            self.amp = False
+
+        def initial_state(self, size):
+            return torch.zeros(1, size)
+
+        def __call__(self, x, *state):
+            obs = x["obs"] if state else x
+            size = tuple(obs.shape[: 2 if state else 1])
+            calls.append((*size, torch.is_grad_enabled()))
+            out = weight * torch.ones(size)
+            return SimpleNamespace(logprobs=out), out, *state
+
+    game = SimpleNamespace(send=lambda actions: calls.append(len(actions)), recv=lambda: calls.append("recv"))
+    envs = SimpleNamespace(games=[game] * 8, reset=lambda **_: None, **vars(game))
+    envs.single_action_space = gym.spaces.Discrete(4)
+    group = SimpleNamespace(envs=envs, reset=lambda **_: None)
+    for script in (ppo_atari, impala_vtrace):
+        monkeypatch.setattr(script, "make_env", lambda *_: envs)
+        monkeypatch.setattr(script, "Agent", Agent)
+    monkeypatch.setattr(impala_vtrace, "Group", lambda *_: group)
+
+    def with_iterations_of(*seconds):
+        """The clock is read where an iteration begins and where it ends."""
+        times = iter([x for k, second in enumerate(seconds) for x in (100 * k, 100 * k + second)])
+        monkeypatch.setattr(ceiling, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+        return calls
+
+    return with_iterations_of
+
+
+def test_parts_of_ppo_atari_by_hand(parts_alone):
+    """An iteration has 1,024 steps, and its median is 2 s."""
+    calls = parts_alone(9, 2, 1, 2, 50)
+    assert ceiling.parts(ceiling.Args()) == 512
+    assert calls.count(1) == calls.count("recv") == 5 * 128 * 8  # a game's action at a time
+    assert calls.count((8, False)) == 5 * 128 and calls.count((256, True)) == 5 * 16
+    assert len(calls) == 5 * (2 * 1024 + 128 + 16)
+
+
+def test_parts_of_impala_by_hand(parts_alone):
+    """An iteration has 640 steps, and its median is 4 s."""
+    calls = parts_alone(9, 4, 1, 4, 50, 4, 4, 4, 1, 8)
+    assert ceiling.parts_of_impala(ceiling.Args("impala_vtrace")) == 160
+    assert calls.count(16) == calls.count("recv") == 10 * 20 * 2  # 20 steps of two groups of 16
+    assert calls.count((1, 16, False)) == 10 * 40 and calls.count((21, 32, True)) == 10
+    assert len(calls) == 10 * (2 * 40 + 40 + 1)
+
+
+def test_a_share_of_the_ceiling_is_that_of_medians(monkeypatch, capsys):
+    whole, parts = iter([(10.0, 1), (30.0, 1), (20.0, 1)]), iter(["40\n", "50\n", "60\n"])
+    monkeypatch.setattr(ceiling, "measure", lambda *_: next(whole))
+    run = lambda *_, **__: SimpleNamespace(stdout=next(parts))  # noqa: E731
+    monkeypatch.setattr(ceiling, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(sys, "argv", ["ceiling.py", "--rounds", "3"])
+    ceiling.main()
+    assert capsys.readouterr().out.splitlines()[-1] == "median 20 of 50: 40% of the ceiling"
 
 
 def test_cpu_time_of_two_builds(tmp_path):
