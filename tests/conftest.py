@@ -41,7 +41,8 @@ test_benchmark.py::test_a_run_without test_benchmark.py::test_a_stopped test_ben
 test_benchmark.py::test_a_wrong test_benchmark.py::test_disco test_benchmark.py::test_help
 test_benchmark.py::test_mistakes_of_compare test_benchmark.py::test_no_tool test_benchmark.py::test_other
 test_benchmark.py::test_rows test_benchmark.py::test_run test_benchmark.py::test_same_finds
-test_benchmark.py::test_staleness test_benchmark.py::test_stop test_benchmark.py::test_what_an
+test_benchmark.py::test_staleness test_benchmark.py::test_stop test_benchmark.py::test_the_loop
+test_benchmark.py::test_what_an
 test_command_line.py::test_a_sim test_command_line.py::test_a_terminal test_command_line.py::test_closed
 test_contract.py::test_a_run_folder test_contract.py::test_a_second test_contract.py::test_after
 test_contract.py::test_an_iteration test_contract.py::test_atari_evaluation test_contract.py::test_camera

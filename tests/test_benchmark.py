@@ -35,7 +35,7 @@ import ppo_async
 from benchmark import compare, figures, same
 from benchmark.files import csv_files, csv_path, read_csv
 from benchmark.run import COLUMNS, Args, Run, end_last_part, fingerprint, planned, read_table
-from benchmark.studies import exploration
+from benchmark.studies import exploration, random_policy
 from benchmark.suites import RENAMED, SUITES, Row, Target
 
 ROOT = Path(__file__).parent.parent
@@ -684,6 +684,135 @@ def test_cleanrls_scripts_are_played_to_the_end_or_to_a_step():
         done = in_this_process(command)
         assert done.returncode == 2 and words in done.stderr
     assert len(list(Path("theirs").glob("*.csv.gz"))) == 2
+
+
+OF_CLEANRL = """
+import sys
+import cleanrl_utils
+import gymnasium as gym
+import numpy as np
+import sibling
+
+class Count(gym.Env):
+    observation_space, action_space = gym.spaces.Box(0, 9, (1,)), gym.spaces.Discrete(2)
+
+    def __init__(self, length):
+        self.length = length
+
+    def reset(self, *, seed=None, options=None):
+        self.t = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        over = self.t == self.length
+        return np.full(1, self.t, np.float32), float(self.length), over, False, {}
+
+def make(length):
+    def thunk():
+        env = gym.wrappers.RecordEpisodeStatistics(Count(length))
+        return gym.wrappers.TransformObservation(env, lambda obs: obs + 1)
+    return thunk
+
+assert gym.wrappers.FrameStack and gym.wrappers.GrayScaleObservation
+print(sys.argv[1:])
+envs = gym.vector.SyncVectorEnv([make(2), make(3)])
+print(envs.reset(seed=1)[0].ravel().tolist())
+for step in range(1, 7):
+    obs, _, terminated, _, infos = envs.step(np.zeros(2, int))
+    print(step, obs.ravel().tolist(), terminated.tolist())
+    if "final_info" in infos:
+        for k, info in enumerate(infos["final_info"]):
+            if info and "episode" in info:
+                print(f"of {k}: episodic_return={info['episode']['r']}, length={info['episode']['l']}")
+"""
+
+
+def test_the_loop_of_cleanrls_scripts_on_todays_gymnasium():
+    """Episodes of 2 and 3 steps with rewards of 2 and 3: each is told once, and the next begins at once."""
+    Path("theirs/cleanrl").mkdir(parents=True)
+    Path("theirs/cleanrl/ppo.py").write_text(OF_CLEANRL, encoding="utf-8")
+    Path("theirs/cleanrl/sibling.py").touch()
+    Path("theirs/cleanrl_utils.py").touch()
+    tool = [sys.executable, ROOT / "benchmark/studies/cleanrl_today.py", "theirs/cleanrl/ppo.py"]
+    done = subprocess.run([*tool, "--seed", "1"], capture_output=True, text=True)
+    two = "of 0: episodic_return=[4.], length=[2]"
+    three = "of 1: episodic_return=[9.], length=[3]"
+    assert done.stdout.splitlines() == [
+        "['--seed', '1']",
+        "[1.0, 1.0]",
+        "1 [2.0, 2.0] [False, False]",
+        "2 [1.0, 3.0] [True, False]",  # counted from 1; an end is followed by the next episode's first
+        two,
+        "3 [2.0, 1.0] [False, True]",
+        three,
+        "4 [1.0, 2.0] [True, False]",
+        two,
+        "5 [2.0, 3.0] [False, False]",
+        "6 [1.0, 1.0] [True, True]",
+        two,
+        three,
+    ], done.stderr
+
+
+class Planted(gym.Env):
+    """Returns 1 and 3 in turn to no action: an episode that terminates and one that is cut."""
+
+    observation_space, action_space = gym.spaces.Discrete(1), gym.spaces.Box(0, 1, (1,))
+    episodes, seeds, actions = 0, [], []
+
+    def reset(self, *, seed=None, options=None):
+        self.seeds.append(seed)
+        self.episodes, self.t = self.episodes + 1, 0
+        return 0, {}
+
+    def step(self, action):
+        self.actions.append(float(action[0]))
+        self.t += 1
+        is_short = self.episodes % 2 == 1
+        return 0, 1 + self.actions[-1], is_short and self.t == 1, not is_short and self.t == 3, {}
+
+
+def test_returns_of_random_actions_and_of_none(monkeypatch):
+    monkeypatch.setattr(random_policy, "EPISODES", 4)
+    monkeypatch.setitem(gym.registry, "Planted-v0", gym.envs.registration.EnvSpec("Planted-v0", Planted))
+    monkeypatch.setattr(Planted, "seeds", [])
+    idle = random_policy.returns("Planted-v0", idle=True)
+    assert idle.tolist() == [1, 3, 1, 3] and Planted.seeds == [1, None, None, None]
+    assert random_policy.line("Planted", idle) == ["Planted", "2.00", "1.00", "4 episodes"]
+    monkeypatch.setattr(Planted, "actions", [])
+    drawn, actions = random_policy.returns("Planted-v0"), Planted.actions
+    a, b, c, d = (sum(part) for part in (actions[:1], actions[1:4], actions[4:5], actions[5:]))
+    assert drawn.tolist() == pytest.approx([1 + a, 3 + b, 1 + c, 3 + d]) and len({*actions}) == 8
+    assert random_policy.returns("Planted-v0").tolist() == drawn.tolist()  # the same seed
+
+
+def test_random_returns_that_are_recorded():
+    """Those of CartPole, by running it again, and those of games, from the paper's table."""
+    recorded = {row["task"]: row for row in read_csv(compare.RANDOM)}
+    again = random_policy.line("CartPole-v1", random_policy.returns("CartPole-v1"))
+    assert [*recorded["CartPole-v1"].values()] == again
+    assert recorded["PongNoFrameskip-v4"]["mean"] == "-20.7"
+    tasks = {row.task for suite in SUITES.values() for row in suite if "microrts" not in row.env_id}
+    assert recorded.keys() <= tasks | {"Reacher-v4 without actions"}
+
+
+def test_a_table_of_random_returns(monkeypatch, capsys):
+    """A row a task: of random actions, of the paper's table for games, and of no action on Reacher."""
+    suite = [Row("ppo", "CartPole-v1", 1), Row("ppo_shared", "CartPole-v1", 1)]
+    suite += [Row("ngu_r2d2", "MiniGrid-Empty-5x5-v0", 1), Row("ppo_atari", "PongNoFrameskip-v4", 1)]
+    asked = []
+    returns = lambda env_id, idle=False: asked.append((env_id, idle)) or np.array([1.0, 2.0])  # noqa: E731
+    monkeypatch.setattr(random_policy, "SUITES", dict(some=suite))
+    monkeypatch.setattr(random_policy, "returns", returns)
+    monkeypatch.setattr(random_policy, "ROOT", Path.cwd())
+    Path("benchmark/results").mkdir(parents=True)
+    random_policy.main()
+    cartpole, minigrid, pong, idle = rows("benchmark/results/random_policy.csv")
+    assert asked == [("CartPole-v1", False), ("minigrid:MiniGrid-Empty-5x5-v0", False), ("Reacher-v4", True)]
+    said = dict(mean="1.50", std="0.50", of="100 episodes")
+    assert cartpole == dict(task="CartPole-v1") | said and minigrid["task"] == "MiniGrid-Empty-5x5-v0"
+    assert pong["mean"] == "-20.7" and idle == dict(task="Reacher-v4 without actions") | said
 
 
 def test_cleanrl_run_here_stands_beside_ours(monkeypatch):

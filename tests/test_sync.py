@@ -433,12 +433,36 @@ def test_details_are_tagged():
     assert numbers("def test_auxiliary", tests.replace("auxiliary_detail_", "auxiliary ")) == {1, 2, 3, 4}
 
 
-def test_page_of_details_is_that_of_the_tags():
-    """docs/details.md names file and line of each."""
+@pytest.fixture
+def details():
+    """docs/details.py."""
     spec = importlib.util.spec_from_file_location("details", ROOT / "docs/details.py")
-    details = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(details)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_page_of_details_is_that_of_the_tags(details):
+    """docs/details.md names file and line of each."""
     assert (ROOT / "docs/details.md").read_text(encoding="utf-8") == details.page(), (
         "run python docs/details.py"
     )
     assert "| |" not in details.page()
+
+
+def test_places_of_details_by_hand(details, monkeypatch):
+    """Detail 1 is none of 11 and no auxiliary one; lines count from 1, and a line may have two details."""
+    Path("a.py").write_text("x = 1\n# detail 1: x\n# detail 11: y\n# details 2 and 1: z\n", encoding="utf-8")
+    Path("b.py").write_text("# auxiliary detail 1: x\n# details 1 and 2\n", encoding="utf-8")
+    monkeypatch.setattr(details, "ROOT", Path.cwd())
+    monkeypatch.setattr(details, "SCRIPTS", ("a", "b"))
+    places = {
+        name: re.findall(r"\[(.*?)\]\(\.\./(.*?)\)", details.places(*name))
+        for name in (("detail", 1), ("detail", 2), ("detail", 11), ("auxiliary detail", 1))
+    }
+    assert places["detail", 1] == [("a.py:2", "a.py#L2"), ("a.py:4", "a.py#L4"), ("b.py:2", "b.py#L2")]
+    assert places["detail", 2] == [("a.py:4", "a.py#L4"), ("b.py:2", "b.py#L2")]
+    assert places["detail", 11] == [("a.py:3", "a.py#L3")]
+    assert places["auxiliary detail", 1] == [("b.py:1", "b.py#L1")]
+    table = details.table("auxiliary detail", ("one",)).splitlines()
+    assert table[2] == "| 1 | one | [b.py:1](../b.py#L1) |"
