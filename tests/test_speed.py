@@ -293,6 +293,11 @@ def test_python_lock_by_hand(monkeypatch, capsys):
     (command,) = commands
     assert "--gil" in command and command[command.index("--rate") + 1] == "100"
     assert command[-4:] == ["--total-timesteps", "1000", "--num-envs", "8"]
+    monkeypatch.setattr(sys.modules[__name__], "STACKS", "main (ppo_async.py:9) 3\n")
+    with pytest.raises(SystemExit, match="2"):
+        python_lock.main(args)
+    assert "neither was seen with the lock: give more --steps" in capsys.readouterr().err
+    assert len(rows("lock.csv")) == 1
 
 
 @pytest.fixture

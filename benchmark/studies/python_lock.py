@@ -54,6 +54,8 @@ def main(args: Args):
         looks = sum(int(line.rpartition(" ")[2]) for line in stacks if function in line)
         held[f"{who}_us"] = round(1e6 * looks / RATE / args.steps)
         print(f"{who}: {held[f'{who}_us']} us of Python's lock in an environment step")
+    if not any(held.values()):
+        fail("neither was seen with the lock: give more --steps")
     at_most = round(1e6 / sum(held.values()))
     print(f"one process makes at most {at_most:,} steps/s ({args.env_id} {args.flags})")
     row = dict(date=date.today(), script=f"{args.script}.py", env_id=args.env_id, flags=args.flags)
