@@ -654,8 +654,8 @@ def test_cleanrls_scripts_are_played_to_the_end_or_to_a_step():
     script = """
         import sys, time
         assert sys.argv[1:4] == ["--no-cuda", "--env-id", "Task-v0"]
-        for k in (4, 9, 9, 12):
-            print(f"global_step={k}, episodic_return=[{k / 4}]")
+        for k, x in ((4, "1.0"), (9, "-2.25"), (9, "2e-05"), (12, "3.")):
+            print(f"global_step={k}, episodic_return=[{x}]")
         if sys.argv[-1] == "2":
             time.sleep(1000)
         assert sys.argv[-1] != "3"
@@ -668,7 +668,7 @@ def test_cleanrls_scripts_are_played_to_the_end_or_to_a_step():
     with pytest.raises(RuntimeError, match="(?s)ended with 1: .*AssertionError"):
         in_this_process([*tool, "3"])
     whole, cut = (read_csv(Path(f"theirs/Task-v0__ppo__{seed}.csv.gz")) for seed in (1, 2))
-    assert [float(x["return"]) for x in whole] == [1, 2.25, 2.25, 3]
+    assert [float(x["return"]) for x in whole] == [1, -2.25, 2e-05, 3]
     assert [x["step"] for x in whole] == ["4", "9", "9", "12"]
     assert cut == whole[:3]
     assert [x["run"] for x in rows("theirs/runs.csv")] == ["Task-v0__ppo__1", "Task-v0__ppo__2"]
@@ -883,6 +883,13 @@ def test_when_a_seed_first_was_so_good():
     never = learns * [1, 0]
     steps = compare.Result(None, {1: learns, 2: never, 3: learns[:19]}).first(0.5)
     assert steps[0] == 590 and np.isnan(steps[1:]).all()  # 10 ones among the 20 up to episode 59
+
+
+def test_a_row_is_at_the_step_that_all_seeds_reached():
+    """There the second seed's one episode counts, and the first's last one does not."""
+    two = {1: np.array([[10.0, 1], [20, 2], [30, 9]]), 2: np.array([[20.0, 5]])}
+    ours = compare.Result(Row("ppo", "CartPole-v1", 20), two)
+    assert ours.reached == 20 and ours.at(20).tolist() == [1.5, 5] and not ours.is_cut
 
 
 def test_a_run_that_was_cut_stands_beside_the_beginning_of_the_curve():

@@ -101,14 +101,14 @@ def test_our_scripts_run_in_float64_and_leave_all_behind(name):
         replay.step(ours["stream"][1][0] + 1)
 
 
-def test_differences_are_of_the_worst_iteration():
+def test_differences_are_of_the_worst_iteration_and_parameter():
     one = dict(
         rewards=[1.0, 4.0],
         advantages=[2.0],
         logged=dict.fromkeys(lockstep.TAGS, 1.0),
-        parameters={"w": [1.0]},
+        parameters={"w": [1.0], "b": [2.0]},
     )
-    two = one | dict(rewards=[1.5, 4.0], parameters={"w": [0.75]})
+    two = one | dict(rewards=[1.5, 4.0], parameters={"w": [0.75], "b": [2.0]})
     worst = lockstep.compare([one, one, one], [one, two, one])
     assert worst == dict(rewards=0.125, advantages=0, logged=0, parameters=0.25)
 

@@ -135,6 +135,34 @@ def test_a_population_goes_on_from_its_parents_checkpoints():
     assert states[0, 1]["last_returns"][-20:] != states[1, 1]["last_returns"][-20:]  # other random numbers
 
 
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_round_begins_at_its_parents_checkpoint_with_its_own_seed(code, monkeypatch):
+    """Member 0 goes on from member 1. The last two snapshots are kept, and one that failed leaves none."""
+    args, seen = on_ray.Population(env_id="CartPole-v1", seed=2, results=Path.cwd()), []
+    for k in (0, 1):
+        run_dir = args.folder / f"member_{k}/runs/NAME"
+        run_dir.mkdir(parents=True)
+        for number, path in enumerate((*(run_dir.parents[1] / f"round_{n}.pt" for n in (0, 1)), run_dir)):
+            path = path if path.suffix else path / "checkpoint.pt"
+            torch.save(dict(weight=10 * k + number, args=dict(seed=200 + k)), path)
+
+    def execute(self, stopping):
+        seen.append(torch.load(self.run_dir() / "checkpoint.pt"))
+        return code
+
+    monkeypatch.setattr(on_ray.Round, "execute", execute)
+    ours = on_ray.Round(args, 2, 0, 1, dict(learning_rate=1e-3))
+    if code:
+        with pytest.raises(RuntimeError, match="member_0 ended with 1"):
+            ours.train(threading.Event())
+    else:
+        ours.train(threading.Event())
+    assert seen == [dict(weight=11, args=dict(seed=200))] and ours.is_done() == (not code)
+    left = [ours.snapshot(number).exists() for number in (0, 1, 2)]
+    assert left == ([True, True, False] if code else [False, True, True])
+    assert code or torch.load(ours.snapshot(2)) == seen[0]
+
+
 @pytest.fixture
 def pretended(monkeypatch):
     """Stands in for Ray, and for training: a member's fitness comes of its learning rate and its number.
@@ -332,6 +360,28 @@ def test_a_suite_has_the_results_of_run_py():
             for x in ("on_ray", "run")
         )
         assert ours == theirs and ours
+
+
+def test_a_kill_leaves_no_row_beside_the_episodes_of_another_run(monkeypatch):
+    """Where a node sends a longer run: neither the old row with new episodes nor the other way."""
+    flags = dict(scripts=("ppo",), env_ids=("CartPole-v1",), results=Path.cwd())
+    args, table, seen = on_ray.Suite("classic", "1", stop_at=8192, **flags), Path("classic/runs.csv"), []
+    trial = on_ray.Trial(args, *on_ray.run.planned(args)[0])
+    row = dict.fromkeys(on_ray.run.COLUMNS, "1") | dict(run=trial.name, steps="4096") | trial.identity
+    on_ray.run.write_row(table, trial.name, row)
+    trial.csv.write_text("old", encoding="utf-8")
+    replace_file = Path.replace
+
+    def replace_and_look(self, target):
+        replace_file(self, target)
+        seen.append((trial.csv.read_text(encoding="utf-8"), [x["steps"] for x in rows(table)]))
+
+    monkeypatch.setattr(Path, "replace", replace_and_look)
+    monkeypatch.setattr(on_ray, "connect", lambda *_: None)
+    results = [(trial, (row | dict(steps="8192"), "new"))]
+    monkeypatch.setattr(on_ray, "trained", lambda *_: results)
+    on_ray.run_suite(args)
+    assert seen == [("old", []), ("new", []), ("new", ["8192"])]
 
 
 def test_a_cancelled_task_saves_its_run_and_leaves_no_process():

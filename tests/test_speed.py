@@ -11,9 +11,11 @@ from types import SimpleNamespace
 import gymnasium as gym
 import pytest
 import torch
+from torch.utils.tensorboard import SummaryWriter
 
 import impala_vtrace
 import ppo_atari
+from benchmark import same
 from benchmark.speed import plain_ppo, sb3_ppo, scaling, speed
 from benchmark.studies import ceiling, python_lock, soak, traffic
 
@@ -67,6 +69,19 @@ def test_the_yardsticks_leave_the_first_iteration_out(monkeypatch, capsys):
     sb3_ppo.main()
     said = ["return 7.00 of the last 1 episodes", "51.2 steps/s"]  # 2 * 512 in 20 seconds
     assert capsys.readouterr().out.splitlines() == said
+
+
+def test_a_rate_is_the_last_that_was_logged(monkeypatch):
+    """Which is that of all iterations but the first; a yardstick prints its own."""
+
+    def run(name, cwd, **_):
+        with SummaryWriter(f"{cwd}/runs/NAME") as writer:
+            for step, rate in ((512, 100.0), (1024, 300.0), (1536, 200.0)):
+                writer.add_scalar("charts/SPS", rate, step)
+        return "return 7.00 of the last 9 episodes\n51.2 steps/s\n", 3.0
+
+    monkeypatch.setattr(speed, "run", run)
+    assert speed.measure("ppo.py") == (200, 3) and speed.measure("benchmark/speed/sb3_ppo.py") == (51.2, 3)
 
 
 def test_a_row_beside_older_ones():
@@ -157,6 +172,20 @@ def test_expectation_of_many_processes_by_hand():
     assert scaling.allreduce_seconds(8e6, 1, 1e9, 1e-3) == 0
 
 
+def test_rates_of_the_picture_and_their_proportion(monkeypatch):
+    """The dotted lines begin at the first rate and are as steep as the number: twice the rate at twice."""
+    drawn = []
+    monkeypatch.setattr(scaling.figures, "save", lambda figure, path: drawn.append(figure))
+    points = [(2, 1, "environments", 100), (6, 1, "environments", 150)]
+    points += [(8, 2, "processes", 80), (16, 4, "processes", 120), (64, 16, "expected: fast", 900)]
+    scaling.draw([["", "ppo", "", "cpu", 2, *point, *[""] * 7] for point in points], Path("scaling.png"))
+    upper, lower = drawn[0].axes
+    assert (upper.get_xlabel(), lower.get_xlabel()) == ("environments", "processes")
+    lines = [[[*map(float, x)] for x in line.get_data()] for ax in (upper, lower) for line in ax.lines]
+    assert lines[:2] == [[[2, 6], [100, 150]], [[2, 6], [100, 300]]]
+    assert lines[2:] == [[[2, 4], [80, 120]], [[2, 4], [80, 160]], [[16], [900]]]
+
+
 def test_scaling_measures_and_draws(tmp_path):
     files = ["--csv", tmp_path / "scaling.csv", "--picture", tmp_path / "scaling.png"]
     flags = "--scripts ppo --envs 2 4 --processes 1 2 --iterations 3 --rounds 1".split()
@@ -183,6 +212,15 @@ def test_growth_by_hand():
     more, threads = soak.growth(rows)
     assert more == pytest.approx(160 / 106 - 1) and threads == 0
     assert soak.growth([*rows[:-1], [60, "ppo", 106, 10]]) == (0, 1)
+
+
+def test_a_sample_is_of_a_process_and_its_children():
+    def process(megabytes, threads, *children):
+        memory = SimpleNamespace(rss=megabytes * 10**6)
+        parts = dict(memory_info=lambda: memory, num_threads=lambda: threads)
+        return SimpleNamespace(children=lambda recursive: list(children), **parts)
+
+    assert soak.sample(process(300, 5, process(20, 2), process(4, 1))) == (324, 8)
 
 
 @pytest.mark.parametrize("what", ["memory", "threads"])
@@ -365,6 +403,15 @@ def test_a_share_of_the_ceiling_is_that_of_medians(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ceiling.py", "--rounds", "3"])
     ceiling.main()
     assert capsys.readouterr().out.splitlines()[-1] == "median 20 of 50: 40% of the ceiling"
+
+
+def test_cpu_seconds_are_those_of_one_run(monkeypatch):
+    """4 s of the user and 1.5 s of the system, beside what children took before."""
+    resource = pytest.importorskip("resource")
+    usages = iter([SimpleNamespace(ru_utime=5, ru_stime=2), SimpleNamespace(ru_utime=9, ru_stime=3.5)])
+    monkeypatch.setattr(resource, "getrusage", lambda who: next(usages))
+    monkeypatch.setattr(same, "train", lambda *_: None)
+    assert same.cpu_seconds("", "ppo", []) == 5.5
 
 
 def test_cpu_time_of_two_builds(tmp_path):

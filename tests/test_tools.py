@@ -4,9 +4,12 @@ import csv
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +17,7 @@ import numpy as np
 import pytest
 
 from benchmark import compare, human, on_ray, report, run, watch
-from benchmark.files import python_path
+from benchmark.files import python_path, write_file
 from benchmark.run import COLUMNS, Args, Mistake, Run, build
 from benchmark.speed import speed
 from benchmark.studies import soak
@@ -79,6 +82,21 @@ def test_gpu_sh_knows_its_parts():
     parts = done.stderr.partition("there are ")[2].split()
     content = (ROOT / "benchmark/gpu.sh").read_text(encoding="utf-8")
     assert parts and all(f"\n{part}() {{" in content for part in parts)
+
+
+@pytest.mark.parametrize("fails, said", [("trains_resumes", " eager"), ("", None)])
+def test_gpu_sh_fails_where_a_part_does(fails, said, monkeypatch):
+    """And goes on with the next one; programs that stand for Python and nvidia-smi are first in PATH."""
+    for path, code in (("bin/nvidia-smi", ""), ("bin/python", f'[[ -z "{fails}" || "$*" != *"{fails}"* ]]')):
+        Path("bin").mkdir(exist_ok=True)
+        Path(path).write_text(f"#!/bin/bash\n{code}\n", encoding="utf-8")
+        Path(path).chmod(0o755)
+    Path("benchmark").mkdir()
+    shutil.copy(ROOT / "benchmark/gpu.sh", "benchmark")
+    monkeypatch.setenv("PATH", f"{Path.cwd() / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    done = subprocess.run(["bash", "benchmark/gpu.sh", "eager", "graphs"], capture_output=True, text=True)
+    lines = ["== eager", "== graphs"] + ([f"failed or stopped:{said}"] if said else [])
+    assert done.stdout.splitlines() == lines and done.returncode == (1 if said else 0)
 
 
 def test_programs_that_are_started_find_the_users_packages(monkeypatch):
@@ -280,6 +298,59 @@ def write_run(suite, name, *points):
     Path(f"{suite}/{name}.csv").write_text(text, encoding="utf-8")
 
 
+def test_a_row_has_the_seconds_and_the_builds_of_all_parts(monkeypatch):
+    """Of a run that was stopped once, 30 and 12 seconds."""
+    ours = Run(Args("classic", results=Path("results")), SUITES["classic"][0], 1)
+    ours.results.mkdir(parents=True)
+    monkeypatch.setattr(run, "export", lambda _, path: path.write_text(HEAD, encoding="utf-8"))
+    monkeypatch.setattr(run, "remove", lambda _: None)
+    part = dict(changed="nothing", machine="m", threads=1, versions="v")
+    first, second = dict(commit="a", started="x", seconds=30), dict(commit="b", started="y", seconds=12)
+    ours.finish([part | first, part | second])
+    (row,) = run.read_table(ours.table).values()
+    assert (row["seconds"], row["parts"]) == ("42", "2")
+    assert (row["commit"], row["started"], row["machine"]) == ("a | b", "x | y", "m")
+
+
+@pytest.mark.parametrize("steps, is_done", [("4096", False), ("20000", True), ("100000", True)])
+def test_a_run_is_done_at_its_number_of_steps(steps, is_done):
+    """Which is no text: 4096 would be more than 20000, and 100000 less."""
+    ours = Run(Args("classic", stop_at=20_000, results=Path()), SUITES["classic"][0], 1)
+    write_run("classic", ours.name, (1, 1.0))
+    write_table(ours.table, rows_of(ours.name, steps=steps) | ours.identity)
+    assert ours.is_done() == is_done
+
+
+def test_rows_that_are_written_at_once_all_stay(monkeypatch):
+    """Each writer reads the table first, and waits here before it writes."""
+    read = run.read_table
+
+    def slowly(path):
+        table = read(path)
+        time.sleep(0.02)
+        return table
+
+    monkeypatch.setattr(run, "read_table", slowly)
+    names = [f"CartPole-v1__ppo__{seed}" for seed in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda name: run.write_row(Path("classic/runs.csv"), name, rows_of(name)), names))
+    assert list(read(Path("classic/runs.csv"))) == names
+
+
+def test_a_file_that_is_cut_while_it_is_written_stays_as_it_was(monkeypatch):
+    Path("runs.csv").write_text("old\n", encoding="utf-8")
+
+    def write_half(path, content):
+        with open(path, "wb") as file:
+            file.write(content[: len(content) // 2])
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_bytes", write_half)
+    with pytest.raises(OSError, match="no space"):
+        write_file(Path("runs.csv"), "new and longer\n")
+    assert Path("runs.csv").read_text(encoding="utf-8") == "old\n"
+
+
 def test_a_report_ends_where_a_run_was_to_stop():
     """The log comes every ten seconds, so a run with --stop-at ends later, by as much as it made in these."""
     name = "CartPole-v1__ppo__1"
@@ -391,6 +462,15 @@ def test_two_runs_of_a_game_are_averaged(monkeypatch, capsys):
     assert lines[0].endswith("50.0 % of 2 runs") and lines[1].startswith(
         "median 50.0 %, mean of what is capped 50.0"
     )
+
+
+def test_the_median_is_over_games_and_not_over_runs(monkeypatch, capsys):
+    """Three runs of Pong at 0 % and one of Breakout at 100 %."""
+    returns = dict.fromkeys("abc", {"PongNoFrameskip-v4": -20.7}) | dict(d={"BreakoutNoFrameskip-v4": 30.5})
+    monkeypatch.setattr(human, "last_returns", lambda run: returns[run.name])
+    monkeypatch.setattr(sys, "argv", ["human.py", "a", "b", "c", "d"])
+    human.main()
+    assert capsys.readouterr().out.endswith("median 50.0 %, mean of what is capped 50.0 %\n")
 
 
 def test_a_speed_is_the_median_of_its_rounds(monkeypatch, capsys):
