@@ -506,6 +506,26 @@ def test_killed_run_resumes_into_one_continuous_curve(script, monkeypatch):
     assert list(Path("runs").iterdir()) == [run_dir]
 
 
+@pytest.mark.parametrize("name", SCRIPTS | OTHERS)
+def test_what_was_logged_before_an_exception_is_written(name, monkeypatch):
+    """The log is closed at the exit of the process: a thread writes it, which may be behind."""
+    script, at_exit, closed = (SCRIPTS | OTHERS)[name], [], []
+    close = script.SummaryWriter.close
+    monkeypatch.setattr(script.SummaryWriter, "close", lambda self: closed.append(self) or close(self))
+    monkeypatch.setattr(script, "atexit", SimpleNamespace(register=at_exit.append))
+
+    def fail():
+        raise ZeroDivisionError
+
+    interrupt_at(script, monkeypatch, 64, fail)
+    with pytest.raises(ZeroDivisionError):
+        script.train(aligned_args(script, monkeypatch))
+    for function in at_exit:
+        function()
+    (run_dir,) = Path("runs").iterdir()
+    assert len(closed) == 1 and steps_of(run_dir) == [32, 64]
+
+
 def parameters_of(run_dir):
     state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
     modules = [state[name] for name in ("agent", "curiosity") if name in state]
@@ -1015,6 +1035,18 @@ def test_what_is_tracked(script, monkeypatch):
     assert all(f"    {name}: " in text for name in asdict(args)) and f"total_timesteps: {more}" in text
     monkeypatch.setitem(sys.modules, "wandb", None)  # it is not needed to play
     assert cli(script, "--evaluate", run_dir, "--eval-episodes", 1, monkeypatch=monkeypatch) == 0
+
+
+def test_names_that_weights_and_biases_takes(script, monkeypatch):
+    """A run's has no slash, colon or comma, and as a folder 255 bytes at most; a tag has 64 characters."""
+    begun = []
+    wandb = SimpleNamespace(init=lambda **flags: begun.append(flags), Error=OSError)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for env_id in ("a.module:ALE/Breakout-v5", "ALE/Pong-v5,ALE/Pong-v5", f"{300 * 'x'}-v0"):
+        run = script.Run(small_args(script, env_id=env_id, track=True))
+        run.writer.close()
+        assert not {*"/:,"} & {*run.folder.name} and len(run.folder.name) <= 255
+        assert begun[-1]["id"] == run.folder.name and all(len(tag) <= 64 for tag in begun[-1]["tags"])
 
 
 def test_the_bar_of_a_resumed_run_begins_where_the_run_was(script, monkeypatch):
