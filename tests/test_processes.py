@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import OTHERS, SCRIPTS, small_args, steps_of, wait_for
+from conftest import OTHERS, SCRIPTS, aligned_args, small_args, steps_of, wait_for
 from ranks import LOSSES, flat, recorded, side_by_side
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -143,6 +143,22 @@ def test_one_of_twins_does_what_it_does_alone(name, monkeypatch):
                 *([x for _, x in run[tag]] for run in (alone, both)), rtol=1e-4, atol=1e-6
             )
     assert len(alone) > 5
+
+
+@pytest.mark.parametrize("name", SCRIPTS | OTHERS)
+def test_a_process_that_logs_nothing_keeps_no_episodes(name, monkeypatch):
+    """Or its list of those that ended would grow for as long as it trains."""
+    script, kept, log = (SCRIPTS | OTHERS)[name], [], (SCRIPTS | OTHERS)[name].Run.log
+
+    def spy(run, *args, **data):
+        kept.append(len(run.episodes))
+        log(run, *args, **data)
+
+    monkeypatch.setattr(script.Run, "log", spy)
+    Twin(script, monkeypatch)
+    monkeypatch.setattr(script, "RANK", 1)
+    script.train(aligned_args(script, monkeypatch, num_envs=4, total_timesteps=128))
+    assert kept == [2, 2]  # each of its environments ends an episode in each iteration
 
 
 def logged(run_dir) -> dict:
