@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import gymnasium as gym
@@ -438,6 +439,18 @@ def test_first_update_by_hand(optimizer, monkeypatch):
     g = 2 * min(1, 40 / (2 * len(ours) ** 0.5 + 1e-6))
     step = 6e-4 * g / (g + 1e-5 if optimizer == "adam" else np.sqrt(0.99 + 0.01 * g**2 + 0.01))
     torch.testing.assert_close(before - ours, torch.full_like(ours, step), rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("flag,number", [("rmsprop_decay", 0.5), ("rmsprop_eps", 1.0)])
+def test_flags_change_the_rmsprop_of_a_resumed_run(flag, number):
+    """A checkpoint has the mean of squares, and not how they are averaged."""
+    learned = []
+    for changes in ({}, {flag: number}):
+        run_dir = impala_vtrace.train(small(optimizer="rmsprop"))
+        args = impala_vtrace.load_checkpoint(run_dir)["args"]
+        impala_vtrace.train(replace(args, resume=str(run_dir), total_timesteps=32 * 12, **changes))
+        learned.append(torch.load(run_dir / "checkpoint.pt")["agent"]["actor.weight"])
+    assert not torch.equal(*learned)
 
 
 def test_learning_rate_falls_to_zero():

@@ -16,6 +16,7 @@ import probes
 import pytest
 import torch
 from conftest import scalars, small_args
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import ngu_r2d2
 from benchmark.studies import exploration as disco
@@ -1206,6 +1207,21 @@ def test_run_logs_what_it_is_made_of():
         replace(ngu_r2d2.load_checkpoint(run_dir)["args"], resume=str(run_dir), total_timesteps=2640)
     )
     assert 4 * 6 / 24 * 0.5 < scalars(run_dir, "charts/replay_ratio")[-1][1] < 4 * 9 / 24  # of its own steps
+
+
+def test_flags_change_both_optimizers_of_a_resumed_run():
+    """A checkpoint has their numbers of before in it."""
+    run_dir, used = ngu_r2d2.train(small()), set()
+    args = replace(ngu_r2d2.load_checkpoint(run_dir)["args"], resume=str(run_dir), total_timesteps=528)
+
+    def note(optimizer, *_):
+        (group,) = optimizer.param_groups
+        used.add((group["lr"], group["eps"]))
+
+    hook = register_optimizer_step_pre_hook(note)
+    ngu_r2d2.train(replace(args, learning_rate=0.1, auxiliary_lr=0.2, adam_eps=0.3))
+    hook.remove()
+    assert used == {(0.1, 0.3), (0.2, 0.3)}
 
 
 def test_r2d2_alone_has_no_intrinsic_reward(monkeypatch):
