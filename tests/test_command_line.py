@@ -290,7 +290,7 @@ def test_shapes_that_the_loss_would_broadcast_are_refused(name, part, monkeypatc
 
 def test_modules_are_looked_for_in_the_working_folder(script, monkeypatch):
     monkeypatch.setattr(script, "parse_args", lambda: sys.exit(repr(sys.path)))
-    assert os.getcwd() in eval(command(script, monkeypatch=monkeypatch))
+    assert eval(command(script, monkeypatch=monkeypatch))[-1] == os.getcwd()  # none hides an installed one
 
 
 # === Checkpoints, and what ends a run ========================================================
@@ -321,6 +321,8 @@ def test_a_run_at_its_end_says_so(script, monkeypatch, capsys):
     assert "now ends at step 128, not 64" in err and "at its end" not in err
     run = run_of(script)
     capsys.readouterr()
+    run.tell_of_end(before=640)
+    assert "now ends at step 64, not 640" in capsys.readouterr().err
     monkeypatch.setattr(script, "RANK", 1)  # of several processes, the first one says it
     for before in (run.args.total_timesteps, 1):
         run.tell_of_end(before)
@@ -366,6 +368,13 @@ def test_damaged_checkpoints(monkeypatch, capsys):
         else:
             assert state["args"] == whole["args"] and state["iteration"] == 3
             assert torch.equal(state["agent"]["weight"], whole["agent"]["weight"])
+
+
+def test_a_checkpoint_of_a_gpu_is_read_without_one(script, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        script.save_checkpoint(Path(), script.Args(), dict(agent=torch.nn.Linear(3, 3)), dict(iteration=3))
+    assert script.load_checkpoint(".")["agent"]["weight"].device.type == "cpu"
 
 
 def test_an_environment_may_change_the_folder(script, tmp_path, monkeypatch):
