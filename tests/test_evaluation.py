@@ -150,6 +150,7 @@ CASES += [("ppo_lstm", "discrete", {}), ("impala_vtrace", "discrete", dict(lstm=
 CASES += [("ngu_r2d2", "discrete", dict(num_policies=3)), ("ppo_continuous", "box", {})]
 CASES += [("ppo_multidiscrete", "multi", {}), ("ppo_multidiscrete", "box", dict(num_bins=4))]
 CASES += [("ppo_multidiscrete", name, dict(mask_actions=True)) for name in ("masked", "masked-by-first")]
+CASES += [("ppo_multidiscrete", "masked", dict(mask_actions=False))]
 
 
 def distribution(name, args, task, weights, curiosity, stream):
@@ -166,7 +167,7 @@ def distribution(name, args, task, weights, curiosity, stream):
             np.testing.assert_allclose(stream["actions"], bins[range(2), actions], atol=1e-6)
         if masks.ndim == 3:  # the first component's, and the others' by what was chosen
             masks = np.concatenate((masks[:, :, 0], masks[np.arange(len(masks)), actions[:, 0], 1:]), -1)
-        if masks.dtype == object:  # none
+        if masks.dtype == object or not args.mask_actions:  # none
             masks = np.ones((len(actions), sum(nvec)), bool)
         return policies.multi(weights, stream | dict(masks=masks), nvec, args.normalize), actions
     if name == "ngu_r2d2":
@@ -181,7 +182,11 @@ def test_docs_name_the_exploration():
     assert f"`--eval-epsilon` ({ngu_r2d2.Args().eval_epsilon})" in text
 
 
-@pytest.mark.parametrize("name, task, flags", CASES, ids=[f"{name}-{task}" for name, task, _ in CASES])
+@pytest.mark.parametrize(
+    "name, task, flags",
+    CASES,
+    ids=[f"{name}-{task}{'-ignored' * (not flags.get('mask_actions', True))}" for name, task, flags in CASES],
+)
 def test_it_acts_by_the_checkpoint(name, task, flags, capsys, monkeypatch):
     script, episodes = ALL[name], 300
     monkeypatch.setattr(Recorded, "seeds", seeds := [])
@@ -412,6 +417,7 @@ def test_which_episodes_are_filmed(name, monkeypatch):
     task = [args.env_id] if script is impala_vtrace else []
     envs = script.make_env(*task, args, 2)
     assert not filmed and envs.unwrapped.envs[0].render_mode is None
+    args.env_kwargs = '{"render_mode": "human"}'  # no images
     script.make_env(*task, args, 1, Path("run/videos"))
     prefix = dict(name_prefix="gymnasium-Few-Cart-v0") if script is impala_vtrace else {}
     assert filmed == [("rgb_array", "run/videos", [True] * 3 + [False] * 2, prefix)]
