@@ -366,6 +366,30 @@ def test_sync_every(monkeypatch):
     np.testing.assert_allclose(alone.steps[0].grad, 2 * alone.losses[0].grad, rtol=1e-4, atol=1e-6)
 
 
+def test_actors_get_the_parameters_that_were_averaged(monkeypatch):
+    """Before each update, the agent that acts is the learner's."""
+    script, published, same = ALL["impala_vtrace"], [], []
+    publish, loss = script.publish, script.impala_loss
+    monkeypatch.setattr(script, "WORLD_SIZE", 2)
+    for name in ("init_process_group", "destroy_process_group", "all_reduce"):
+        monkeypatch.setattr(torch.distributed, name, lambda *_: None)
+    monkeypatch.setattr(script, "average_with_neighbor", lambda flat: flat.data.mul_(0.9))
+
+    def published_to(agent, version, exchange, args):
+        publish(agent, version, exchange, args)
+        published.append(exchange.published[0])
+
+    def compared(agent, *others):
+        same.append(torch.equal(agent.actor.weight, published[-1].actor.weight))
+        return loss(agent, *others)
+
+    monkeypatch.setattr(script, "publish", published_to)
+    monkeypatch.setattr(script, "impala_loss", compared)
+    flags = dict(num_envs=4, batch_segments=4, num_steps=4, total_timesteps=16 * 6)
+    script.train(script.Args(**SMALL["impala_vtrace"] | flags | dict(sync_every=2)))
+    assert same == [True] * 6
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_device(name, monkeypatch, capsys):
     """A GPU that is not there is named in one line; test_devices.py and test_gpu.py have what runs on one."""
