@@ -183,7 +183,7 @@ SUITES = {
         for task in ("HalfCheetah", "Hopper", "Walker2d", "Humanoid")
     ],
     "atari": [
-        atari("ppo_atari", "Breakout", None, 2),
+        atari("ppo_atari", "Breakout", None, 3),
         atari("ppo_atari", "Pong", 3_000_000, 1),
         atari("ppo_atari", "BeamRider", 2_400_000, 1),
     ],

@@ -839,9 +839,9 @@ def test_cleanrl_run_here_stands_beside_ours(monkeypatch):
 
 def test_cut_atari_rows_stand_beside_the_curve_of_the_blog():
     """The summary's ratio is to the cell beside it; rows of other scripts have no group of CleanRL's."""
-    ours = found("atari", "BreakoutNoFrameskip-v4")
+    ours = found("atari", "PongNoFrameskip-v4")
     (blog,) = (x for x in compare.published_beside(ours.row, ours) if x.by == "the blog")
-    way = ours.at(ours.reached).mean() - 1.7, blog.mean - 1.7  # random actions have 1.7
+    way = ours.at(ours.reached).mean() + 20.7, blog.mean + 20.7  # random actions have -20.7
     assert np.isclose(compare.first_ratio(ours.row, ours).interval[0], way[0] / way[1])
     masked = found("microrts", "MicrortsMining-v1", "masked")
     assert "CleanRL, published" not in compare.ratios(masked.row, masked)
@@ -1447,12 +1447,13 @@ def found(suite, task, label="", script=None):
 def test_machines_of_cleanrls_runs():
     """METHODS.md: of the same kind as ours, but for some rows."""
     of_script = {theirs: ours for ours, theirs in compare.CLEANRL.items()}
-    ours = [read_csv(RESULTS / suite / "runs.csv") for suite in ("classic", "mujoco", "atari", "atari_lstm")]
-    ours = [x for rows in ours for x in rows]
-    (second,) = (x for x in ours if x["script"] in ("ppo_atari", "ppo_lstm") and x["seed"] != "1")
-    ours = {((x["script"], x["env_id"]), x["machine"]) for x in ours if x is not second}
+    suites = ("classic", "mujoco", "atari", "atari_cut", "atari_lstm")
+    ours = [x for suite in suites for x in read_csv(RESULTS / suite / "runs.csv")]
+    later = [x for x in ours if x["script"] in ("ppo_atari", "ppo_lstm") and x["seed"] != "1"]
+    ours = {((x["script"], x["env_id"]), x["machine"]) for x in ours if x not in later}
     rows = read_csv(ROOT / "benchmark/published/cleanrl/runs.csv")
-    assert second["machine"] in {x["machine"] for x in rows if x["script"] == "ppo_atari"}
+    assert [x["seed"] for x in later] == ["3", "2"]
+    assert {x["machine"] for x in later} <= {x["machine"] for x in rows if x["script"] == "ppo_atari"}
     theirs = {((of_script[x["script"]], x["env_id"]), x["machine"]) for x in rows}
     other = [("ppo", "MountainCar-v0"), ("ppo_shared", "MountainCar-v0"), ("ppo_shared", "Acrobot-v1")]
     other += [("ppo_atari", "BreakoutNoFrameskip-v4"), ("ppo_lstm", "BreakoutNoFrameskip-v4")]
@@ -1703,7 +1704,7 @@ def test_off_policy_ppo_on_breakout():
     runs = {
         "`ppo_async`": "off_policy_ppo/BreakoutNoFrameskip-v4__ppo_async__1",
         "`ppo_async`, one pass": f"off_policy_ppo/BreakoutNoFrameskip-v4__ppo_async{ONE_PASS}__1",
-        "`ppo_atari`": "atari/BreakoutNoFrameskip-v4__ppo_atari__1",
+        "`ppo_atari`": "atari_cut/BreakoutNoFrameskip-v4__ppo_atari__1",
         "`impala_vtrace`": "impala/BreakoutNoFrameskip-v4__impala_vtrace__2",
     }
     paths = {who: csv_path(RESULTS, name) for who, name in runs.items()}
@@ -1917,15 +1918,23 @@ def test_off_policy_ppo_in_the_results():
     assert result.at(result.reached).mean() < compare.random_returns()[row.task] + 0.5
 
 
+def until(path, millions):
+    """Means of the last 100 games until each of these steps that the run has reached."""
+    step, returns = np.array([[float(x[key]) for key in ("step", "return")] for x in read_csv(path)]).T
+    return [returns[step <= k * 1e6][-100:].mean() for k in millions if 0.99e6 * k < step[-1]]
+
+
 def test_half_a_million_steps_of_breakout():
     """Table and sentences of docs/atari.md: our scripts and CleanRL's, run here, and the published curves."""
     page = (ROOT / "docs/atari.md").read_text(encoding="utf-8")
     lines, ends, over_1000, behind, game = [], {}, {}, [], "BreakoutNoFrameskip-v4"
     for script, suite in (("ppo_atari", "atari"), ("ppo_lstm", "atari_lstm")):
         own, theirs = f"{game}__{script}", f"{game}__{compare.CLEANRL[script]}"
+        cut = "atari_cut" if script == "ppo_atari" else suite
         played = {
-            "ours, seed 1": csv_path(RESULTS / suite, f"{own}__1"),
-            "ours, seed 2": csv_path(RESULTS / suite, f"{own}__2"),
+            "ours, seed 1": csv_path(RESULTS / cut, f"{own}__1"),
+            "ours, seed 2": csv_path(RESULTS / cut, f"{own}__2"),
+            "ours, seed 3": csv_path(RESULTS / suite, f"{own}__3"),
             "ours, seed 2, one thread": RESULTS / f"atari_start/{own}__2.csv.gz",
             "CleanRL's, here, seed 1": csv_path(compare.PUBLISHED / "cleanrl", f"{theirs}__1"),
             "CleanRL's, here, seed 2": csv_path(compare.PUBLISHED / "cleanrl", f"{theirs}__2"),
@@ -1973,32 +1982,23 @@ def test_half_a_million_steps_of_breakout():
     assert f"`ppo_atari.py` took {' and '.join(hours)} hours for half a million steps on Breakout," in page
 
 
-@pytest.mark.parametrize(
-    "name,millions,at", [("Breakout", (1, 1.5, 2, 2.5, 3, 3.5), 3.5), ("Pong", (0.4, 0.6, 0.8, 1.0, 1.1), 1)]
-)
-def test_two_seeds(name, millions, at):
-    """Tables and sentences of docs/atari.md: both of our seeds, and the published curves."""
-    text, game = (ROOT / "docs/atari.md").read_text(encoding="utf-8"), f"{name}NoFrameskip-v4"
-    means, spreads, place = {}, [], millions.index(at)
-    for seed, suite in ((1, "atari"), (2, "atari_start" if name == "Pong" else "atari")):
-        episodes = read_csv(csv_path(RESULTS / suite, f"{game}__ppo_atari__{seed}"))
-        step, returns = np.array([[float(x[key]) for key in ("step", "return")] for x in episodes]).T
-        assert step[-1] > 0.99e6 * millions[-1]
-        means[f"ours, seed {seed}"] = [returns[step <= k * 1e6][-100:].mean() for k in millions]
+def test_two_seeds_of_pong():
+    """Table and sentences of docs/atari.md: both of our seeds, and the published curves."""
+    text, game = (ROOT / "docs/atari.md").read_text(encoding="utf-8"), "PongNoFrameskip-v4"
+    means, spreads, millions = {}, [], (0.4, 0.6, 0.8, 1.0, 1.1)
+    for seed, suite in ((1, "atari"), (2, "atari_start")):
+        means[f"ours, seed {seed}"] = until(csv_path(RESULTS / suite, f"{game}__ppo_atari__{seed}"), millions)
     (row,) = (row for row in SUITES["atari"] if row.task == game)
     for target in (x for x in row.targets if x.curve):
         found = [compare.published(target, k * 1e6, is_end=False) for k in millions]
         means[f"{target.by}, {found[0].runs} runs"] = [x.mean for x in found]
-        spreads += [f"{found[place].deviation:.1f}"] if found[place].runs == 3 else []
+        spreads += [f"{found[3].deviation:.1f}"] if found[3].runs == 3 else []
     lines = [f"| {who} | {' | '.join(f'{x:.1f}' for x in values)} |" for who, values in means.items()]
-    begin, end = (f"<!-- {word}{name.lower()} -->" for word in ("", "end of "))
-    shown = text.partition(begin)[2].partition(end)[0].strip().splitlines()
+    shown = text.partition("<!-- pong -->")[2].partition("<!-- end of pong -->")[0].strip().splitlines()
     assert shown[0] == f"| whose | {' | '.join(f'at {k}M' for k in millions)} |"
     assert shown[2:] == [line.replace("-", "−") for line in lines]
-    first, second, *published = (f"{values[place]:.1f}".replace("-", "−") for values in means.values())
-    said = (
-        f"At {at}M, our two seeds have {first} and {second}, and the published means of three and six runs "
-    )
+    first, second, *published = (f"{values[3]:.1f}".replace("-", "−") for values in means.values())
+    said = f"At 1M, our two seeds have {first} and {second}, and the published means of three and six runs "
     said += f"{published[0]}, {published[1]} and {published[2]}."
     page = " ".join(text.split())
     assert said in page and f"deviations of the first two are {' and '.join(spreads)}." in page
@@ -2023,7 +2023,8 @@ def test_a_long_run_of_ppo_atari():
     page = " ".join((ROOT / "docs/atari.md").read_text(encoding="utf-8").split())
     tables = (read_csv(RESULTS / name) for name in ("speed/long_runs.csv", "evaluated.csv"))
     rows, (evaluated,) = (
-        [x for x in table if (x["script"], x["flags"]) == ("ppo_atari", "")] for table in tables
+        [x for x in table if (x["script"], x["flags"], x["seed"]) == ("ppo_atari", "", "2")]
+        for table in tables
     )
     for row in (*rows, evaluated):
         assert (row["env_id"], row["seed"]) == ("BreakoutNoFrameskip-v4", "2")
@@ -2041,38 +2042,51 @@ def test_a_long_run_of_ppo_atari():
 
 
 def test_breakout_to_the_end():
-    """Table and sentences of docs/atari.md: the run with --amp, and the published curves."""
+    """Table and sentences of docs/atari.md: seed 3, the run with --amp, both cut ones, what was published."""
     text, game = (ROOT / "docs/atari.md").read_text(encoding="utf-8"), "BreakoutNoFrameskip-v4"
-    page, name = " ".join(text.split()), f"{game}__ppo_atari__amp__1"
-    run, millions, means = read_table(RESULTS / "atari_amp/runs.csv")[name], (1, 2, 3, 4, 6, 8, 10), {}
-    assert (run["steps"], run["schedule"], run["threads"]) == ("10000000", "10000000", "2")
-    played = {"with `--amp`": csv_path(RESULTS / "atari_amp", name)}
-    played |= {f"ours, seed {k}": csv_path(RESULTS / "atari", f"{game}__ppo_atari__{k}") for k in (1, 2)}
-    for who, path in played.items():
-        step, returns = np.array([[float(x[key]) for key in ("step", "return")] for x in read_csv(path)]).T
-        means[who] = [returns[step <= k * 1e6][-100:].mean() for k in millions if 0.99e6 * k < step[-1]]
-    (row,) = SUITES["atari_amp"]
+    page, millions = " ".join(text.split()), (1, 2, 3, 3.5, 4, 6, 8, 10)
+    name, amp = f"{game}__ppo_atari__3", f"{game}__ppo_atari__amp__1"
+    runs = read_table(RESULTS / "atari/runs.csv")[name], read_table(RESULTS / "atari_amp/runs.csv")[amp]
+    for run in runs:
+        assert (run["steps"], run["schedule"], run["threads"]) == ("10000000", "10000000", "2")
+    played = {"ours, seed 3": csv_path(RESULTS / "atari", name)}
+    played |= {f"ours, seed {k}": csv_path(RESULTS / "atari_cut", f"{name[:-1]}{k}") for k in (1, 2)}
+    played["with `--amp`"] = csv_path(RESULTS / "atari_amp", amp)
+    means = {who: until(path, millions) for who, path in played.items()}
+    (row,), spreads = SUITES["atari_amp"], []
     for target in (x for x in row.targets if x.curve):
         beside = [compare.published(target, k * 1e6, is_end=False) for k in millions]
         means[f"{target.by}, {beside[0].runs} runs"] = [x.mean for x in beside]
+        spreads += [f"{beside[3].deviation:.1f}"] if beside[3].runs == 3 else []
     lines = [
         f"| {who} | {' | '.join([f'{x:.1f}' for x in values] + [''] * (len(millions) - len(values)))} |"
         for who, values in means.items()
     ]
-    shown = text.partition("<!-- amp -->")[2].partition("<!-- end of amp -->")[0].strip().splitlines()
-    assert shown[0] == f"| whose | {' | '.join(f'at {k}M' for k in millions)} |" and shown[2:] == lines
+    shown = text.partition("<!-- breakout -->")[2].partition("<!-- end of breakout -->")[0].strip()
+    assert shown.splitlines()[0] == f"| whose | {' | '.join(f'at {k}M' for k in millions)} |"
+    assert shown.splitlines()[2:] == lines
     scores = {x.by: compare.number(x.mean) for x in row.targets if x.mean is not None}
-    ours = found("atari_amp", game, "bfloat16")
-    end = compare.number(ours.at(ours.reached).mean())
-    (evaluated,) = (x for x in read_csv(RESULTS / "evaluated.csv") if x["flags"] == "--amp")
-    assert int(evaluated["step"]) > 0.999e7
+    plain, bfloat = found("atari", game), found("atari_amp", game, "bfloat16")
+    assert [*plain.seeds] == [3] and not plain.is_cut
+    ends = [compare.number(x.at(x.reached).mean()) for x in (plain, bfloat)]
+    hours = [f"{int(run['seconds']) / 3600:.1f}" for run in runs]
+    rows = [x for x in read_csv(RESULTS / "evaluated.csv") if x["script"] == "ppo_atari"]
+    evaluated, of_amp = (x for x in rows if int(x["step"]) > 0.999e7)
+    assert (evaluated["seed"], evaluated["flags"], of_amp["flags"]) == ("3", "", "--amp")
+    at_3_5 = [f"{x[3]:.1f}" for x in means.values()]
     for said in (
-        f"With `--amp`, seed 1 was played to the end, in {int(run['seconds']) / 3600:.1f} hours",
-        f"it has {end}, where CleanRL published {scores['CleanRL']} and openai/baselines has",
-        f"`--evaluate` gives {float(evaluated['mean']):.1f} ± {float(evaluated['std']):.1f} over 20 games",
-        f"the checkpoint has {evaluated['checkpoint_mb']} MB, TensorBoard's events {evaluated['events_mb']}",
+        f"Seed 3 was played to the end, in {hours[0]} hours, and seed 1 with `--amp`, in {hours[1]},",
+        f"They have {ends[0]} and {ends[1]}, where CleanRL published {scores['CleanRL']} and",
+        f"`--evaluate` gives {float(evaluated['mean']):.1f} ± {float(evaluated['std']):.1f} after seed 3 and"
+        f" {float(of_amp['mean']):.1f} ± {float(of_amp['std']):.1f} after the run with `--amp`",
+        f"a checkpoint has {evaluated['checkpoint_mb']} MB, TensorBoard's events {evaluated['events_mb']}",
+        f"At 3.5M, our three seeds have {at_3_5[0]}, {at_3_5[1]} and {at_3_5[2]}, and the published means of "
+        f"three and six runs {at_3_5[4]}, {at_3_5[5]} and {at_3_5[6]}; the deviations of the first two are "
+        f"{' and '.join(spreads)}.",
     ):
         assert said in page, said
+    assert evaluated["checkpoint_mb"] == of_amp["checkpoint_mb"]
+    assert evaluated["events_mb"] == of_amp["events_mb"]
 
 
 def test_amp_on_a_cpu_with_bfloat16():
@@ -2090,7 +2104,8 @@ def test_hours_to_a_score():
     suites = dict(
         ppo_atari="atari", ppo_async="off_policy_ppo", ppo_lstm="atari_lstm", impala_vtrace="impala"
     )
-    for script, suite in [("ppo_atari", "atari_amp"), *suites.items()]:
+    cut = ("ppo_atari", "atari_cut")
+    for script, suite in [("ppo_atari", "atari_amp"), ("ppo_atari", "atari"), cut, *[*suites.items()][1:]]:
         table = read_table(RESULTS / suite / "runs.csv")
         for game, scores in (("Breakout", (50, 200, 300)), ("Pong", (0, 15, 18))):
             for name in sorted(x for x in table if x.startswith(f"{game}NoFrameskip-v4__{script}__")):
@@ -2121,12 +2136,12 @@ def test_hours_to_a_score():
 def test_a_run_that_was_run_again_is_the_same():
     """METHODS.md: by a later build, in each episode."""
     name = "BreakoutNoFrameskip-v4__ppo_atari__1"
-    first, again = (read_csv(csv_path(RESULTS / suite, name)) for suite in ("atari", "atari_again"))
+    first, again = (read_csv(csv_path(RESULTS / suite, name)) for suite in ("atari_cut", "atari_again"))
     for x, y in zip(first, again, strict=False):
         assert [x[key] for key in ("step", "return", "length")] == [
             y[key] for key in ("step", "return", "length")
         ]
-    rows = [read_table(RESULTS / suite / "runs.csv")[name] for suite in ("atari", "atari_again")]
+    rows = [read_table(RESULTS / suite / "runs.csv")[name] for suite in ("atari_cut", "atari_again")]
     assert rows[0]["fingerprint"] != rows[1]["fingerprint"] and rows[0]["commit"] != rows[1]["commit"]
     assert rows[0]["machine"] == rows[1]["machine"] and "Intel(R) Xeon" in rows[0]["machine"]
     begun = [datetime.fromisoformat(row["started"].split(" | ")[0]).date() for row in rows]
@@ -2183,7 +2198,9 @@ def test_hours_that_are_missing():
         ("impala", "impala_vtrace"): dict(Breakout=2, Pong=2),
     }
     for (suite, script), games in planned.items():
-        table = read_table(RESULTS / suite / "runs.csv").values()  # of the defaults, which have no flags
+        kept = [suite] + ["atari_cut"] * (suite == "atari")
+        table = [x for name in kept for x in read_csv(RESULTS / name / "runs.csv")]
+        # of the defaults, which have no flags
         table = [x for x in table if x["run"] == f"{x['env_id']}__{script}__{x['seed']}"]
         threads = min(x["threads"] for x in table)
         cpu = "AMD EPYC" if script in ("ppo_async", "impala_vtrace") else "Intel"
