@@ -1967,16 +1967,18 @@ def test_half_a_million_steps_of_breakout():
     assert shown[2:] == lines
     page = " ".join(page.split())
     atari, lstm = ([f"{x:.1f}" for x in ends[script]] for script in ends)
-    said = "the three runs of `ppo_atari.py` have {}, {} and {}, and those of CleanRL's {} and {}, where the"
-    said = f"{said.format(*atari[:5])} published curves have {min(atari[5:])} to {max(atari[5:])}; the one of"
+    said = "the four runs of `ppo_atari.py` have {}, {}, {} and {}, and those of CleanRL's {} and {}, where"
+    said = f"{said.format(*atari[:6])} the published curves have {min(atari[6:])} to {max(atari[6:])}; the"
     assert said in page
-    said = "`ppo_lstm.py` {}, and CleanRL's {} and {}, where they have {} to {}."
+    said = "; the one of `ppo_lstm.py` {}, and CleanRL's {} and {}, where they have {} to {}."
     assert said.format(*lstm) in page
     longer = [f"{x:.1f}" for (script, _), x in over_1000.items() if script == "ppo_atari"]
     said = (
-        "Over the last 1,000 games until 0.5M, ours have {}, {} and {}, CleanRL's {} and {}, about what the"
+        "Over the last 1,000 games until 0.5M, ours have {}, {}, {} and {}, CleanRL's {} and {}, about what"
     )
-    assert f"{said.format(*longer)} two curves that end at {atari[5]} have." in page and atari[5] == atari[6]
+    assert (
+        f"{said.format(*longer)} the two curves that end at {atari[6]} have." in page and atari[6] == atari[7]
+    )
     runs = {run["run"]: run for run in rows(compare.PUBLISHED / "cleanrl/runs.csv")}
     hours = [f"{int(runs[f'{game}__ppo_atari__{k}']['seconds']) / 3600:.1f}" for k in (2, 1)]
     assert f"`ppo_atari.py` took {' and '.join(hours)} hours for half a million steps on Breakout," in page
@@ -2079,14 +2081,18 @@ def test_breakout_to_the_end():
         f"They have {ends[0]} and {ends[1]}, where CleanRL published {scores['CleanRL']} and",
         f"`--evaluate` gives {float(evaluated['mean']):.1f} ± {float(evaluated['std']):.1f} after seed 3 and"
         f" {float(of_amp['mean']):.1f} ± {float(of_amp['std']):.1f} after the run with `--amp`",
-        f"a checkpoint has {evaluated['checkpoint_mb']} MB, TensorBoard's events {evaluated['events_mb']}",
+        f"a checkpoint has {evaluated['checkpoint_mb']} MB, TensorBoard's events {evaluated['events_mb']}"
+        f" and {of_amp['events_mb']}.",
         f"At 3.5M, our three seeds have {at_3_5[0]}, {at_3_5[1]} and {at_3_5[2]}, and the published means of "
         f"three and six runs {at_3_5[4]}, {at_3_5[5]} and {at_3_5[6]}; the deviations of the first two are "
         f"{' and '.join(spreads)}.",
     ):
         assert said in page, said
     assert evaluated["checkpoint_mb"] == of_amp["checkpoint_mb"]
-    assert evaluated["events_mb"] == of_amp["events_mb"]
+    results = " ".join((ROOT / "benchmark/RESULTS.md").read_text(encoding="utf-8").split())
+    said = f"one seed of `ppo_atari` with the defaults has {ends[0]} and one with `--amp` {ends[1]}, where CleanRL"
+    assert f"{said} published {scores['CleanRL']} and openai/baselines has 406.6 and 405.7" in results
+    assert f"Breakout {ends[1]}. [IMPALA]" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_amp_on_a_cpu_with_bfloat16():
