@@ -146,8 +146,8 @@ def test_one_of_twins_does_what_it_does_alone(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", SCRIPTS | OTHERS)
-def test_a_process_that_logs_nothing_keeps_no_episodes(name, monkeypatch):
-    """Or its list of those that ended would grow for as long as it trains."""
+def test_a_process_that_logs_nothing_keeps_no_episodes(name, monkeypatch, capsys):
+    """Or its list of those that ended would grow for as long as it trains. It prints nothing either."""
     script, kept, log = (SCRIPTS | OTHERS)[name], [], (SCRIPTS | OTHERS)[name].Run.log
 
     def spy(run, *args, **data):
@@ -159,6 +159,7 @@ def test_a_process_that_logs_nothing_keeps_no_episodes(name, monkeypatch):
     monkeypatch.setattr(script, "RANK", 1)
     script.train(aligned_args(script, monkeypatch, num_envs=4, total_timesteps=128))
     assert kept == [2, 2]  # each of its environments ends an episode in each iteration
+    assert capsys.readouterr() == ("", "")
 
 
 def logged(run_dir) -> dict:
@@ -525,6 +526,11 @@ def test_learners_that_keep_unequal_numbers_make_as_many_updates(tmp_path):
     flags |= dict(total_timesteps=5 * 8 * 32)
     ranks = side_by_side(recorded, "ppo_async", flags, None, 5)
     assert_follows(*follow(ppo_async, ranks))
+    trained_on = sum(len(others[0]["obs"]) for rank in ranks for *_, others in rank["losses"])
+    (run_dir,) = Path("runs").iterdir()
+    log = {tag: [x for _, x in values] for tag, values in logged(run_dir).items()}
+    assert log["staleness/dropped"] == [3 / 8] * 5  # of the samples of both processes
+    assert log["charts/sample_reuse"] == pytest.approx([trained_on / (5 * 8 * 32)] * 5)
 
 
 def test_processes_log_save_stop_and_resume_as_one(tmp_path):
